@@ -1,0 +1,32 @@
+"""minikv: a small, real inference engine, built chapter by chapter in `notebooks/`.
+
+Names are looked up when they are first used, so that `import minikv.simulator` (or any other part
+that only accounts) never imports torch.
+"""
+
+import importlib
+
+_HOMES = {
+    "LLM": "minikv.engine",
+    "SamplingParams": "minikv.request",
+    "Request": "minikv.request",
+    "RequestOutput": "minikv.request",
+    "ModelSpec": "minikv.specs",
+    "OutOfKVMemory": "minikv.kv_cache.base",
+    "KVCacheManager": "minikv.kv_cache.base",
+    "ContiguousKVCacheManager": "minikv.kv_cache.contiguous",
+    "Scheduler": "minikv.scheduler",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name):
+    if name not in _HOMES:
+        raise AttributeError(f"minikv has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted([*globals(), *_HOMES])

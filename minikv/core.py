@@ -1,0 +1,72 @@
+"""The one loop: schedule, copy, run, update. Tensors and wall clock for the engine, a step-time
+model and a virtual clock for the simulator; neither is known here.
+"""
+
+from typing import Protocol
+
+from minikv.metrics import Metrics, StepRecord
+
+
+class Runner(Protocol):
+    def run(self, scheduled, copies) -> list[int | None]:
+        """Executes the copies, computes the scheduled tokens and samples one token for each entry
+        of scheduled (ignored in the middle of a prompt; None: the logits were not finite). Block
+        tables are read from the manager now, not before."""
+
+
+class Clock(Protocol):
+    def now(self) -> float: ...
+
+    def advance_to(self, t: float) -> None:
+        """Waits, or pretends to, until the time is t."""
+
+
+class EngineCore:
+    """report_every: ask the manager for a MemoryReport every so many steps; 0 for never (a report
+    looks at every running request)."""
+
+    def __init__(self, scheduler, runner, clock, *, report_every=0):
+        self.scheduler, self.manager = scheduler, scheduler.manager
+        self.runner, self.clock = runner, clock
+        self.report_every = report_every
+        self.metrics = Metrics()
+
+    def step(self):
+        """One iteration. Returns (scheduled, finished)."""
+        manager, scheduler, steps = self.manager, self.scheduler, self.metrics.steps
+        start = self.clock.now()
+        scheduled, _ = scheduler.schedule()
+        for request in scheduler.admitted:
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = start
+        tokens = self.runner.run(scheduled, manager.copies())
+        end = self.clock.now()
+        num_tokens = 0
+        for _, num_new_tokens in scheduled:
+            num_tokens += num_new_tokens
+        num_blocks_in_use = manager.num_blocks - manager.num_free_blocks
+        steps.append(StepRecord(start, end, len(scheduled), num_tokens, num_blocks_in_use))
+        if self.report_every and len(steps) % self.report_every == 0:
+            self.metrics.reports.append((len(steps) - 1, self.report()))
+        return scheduled, scheduler.update(scheduled, tokens, end, len(steps) - 1)
+
+    def report(self):
+        """Where the pool's slots are now, measured against the request that is next in line."""
+        waiting = self.scheduler.waiting
+        return self.manager.report(waiting[0] if waiting else None)
+
+    def run(self, arrivals=(), on_step=None):
+        """Serves `arrivals`, requests in order of arrival_time, until nothing is left to do."""
+        scheduler, clock, queue = self.scheduler, self.clock, iter(arrivals)
+        arriving = next(queue, None)
+        while arriving is not None or scheduler.has_unfinished_requests:
+            now = clock.now()
+            while arriving is not None and arriving.arrival_time <= now:
+                scheduler.add(arriving)
+                arriving = next(queue, None)
+            if not scheduler.has_unfinished_requests:
+                clock.advance_to(arriving.arrival_time)
+                continue
+            self.step()
+            if on_step is not None:
+                on_step(self)

@@ -1,0 +1,217 @@
+"""A request and what is asked of it: plain data, with vLLM's field names.
+
+Nothing here knows a tokenizer, a clock or a tensor.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+
+def require_int(name, value, *, at_least, at_most=None):
+    """Returns value as a Python int, or raises TypeError/ValueError naming it and its limits."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    if value < at_least or (at_most is not None and value > at_most):
+        limit = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ValueError(f"{name} is {value}, but must be {limit}")
+    return int(value)
+
+
+def _require_number(name, value, *, above=None, at_least=None, at_most=None):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    limits = [("above", above), ("at least", at_least), ("at most", at_most)]
+    text = " and ".join(f"{word} {limit}" for word, limit in limits if limit is not None)
+    good = math.isfinite(value)
+    good = good and (above is None or value > above) and (at_least is None or value >= at_least)
+    good = good and (at_most is None or value <= at_most)
+    if not good:
+        raise ValueError(f"{name} is {value}, but must be {text}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What to sample, and when to stop. Checked when it is made.
+
+    The names are vLLM's. Two defaults differ, so that a first run is long enough to read and can
+    be repeated: max_tokens is 128 (vLLM: 16) and temperature 0, which is greedy (vLLM: 1).
+
+    max_tokens: output tokens at most; fewer where max_model_len leaves no room for more.
+    temperature: logits are divided by it; 0 takes the most likely token.
+    top_k: sample among the k most likely tokens; 0 or -1 for all.
+    top_p: sample among the fewest most likely tokens whose probabilities reach top_p.
+    stop: strings that end the output; the output text ends before them.
+    stop_token_ids: token ids that end the output; the token stays in token_ids.
+    ignore_eos: go on after the model's own end-of-sequence tokens.
+    seed: start of this request's own random stream; None derives one from the engine's seed.
+    n: independent samples of the same prompt.
+
+    Raises TypeError or ValueError, naming the value and the limit.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+
+    def __post_init__(self):
+        def put(name, value):
+            object.__setattr__(self, name, value)
+
+        put("max_tokens", require_int("max_tokens", self.max_tokens, at_least=1))
+        put("temperature", _require_number("temperature", self.temperature, at_least=0))
+        put("top_k", max(0, require_int("top_k", self.top_k, at_least=-1)))
+        put("top_p", _require_number("top_p", self.top_p, above=0, at_most=1))
+        put("n", require_int("n", self.n, at_least=1))
+        if self.seed is not None:
+            put("seed", require_int("seed", self.seed, at_least=0))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop holds {text!r}, but each entry must be a non-empty string")
+        put("stop", stop)
+        ids = tuple(self.stop_token_ids or ())
+        put("stop_token_ids", tuple(require_int("stop_token_ids", i, at_least=0) for i in ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+
+
+class Request:
+    """One sequence on its way through the engine.
+
+    Two counters say where it stands; there are no phases (a prompt, a chunk of it, a decode step
+    and the recomputation after a preemption are all "num_computed_tokens catches up"):
+
+    num_tokens: known tokens, prompt and sampled. The token just sampled is counted.
+    num_computed_tokens: tokens whose keys and values lie in the pool. The token just sampled is
+        not among them: the next forward pass computes it.
+
+    A request of a simulation may give `num_prompt_tokens` alone; then token_ids is None.
+
+    token_ids: prompt and sampled tokens, or None.
+    max_tokens: output tokens at most, already clipped to the engine's max_model_len.
+    stop_token_ids: tokens that end the output (the model's end-of-sequence tokens among them).
+    sample_index, children: sample i of n; the children wait until the parent's prompt is computed.
+    token_runs: [first step, last step] for each run of consecutive steps that emitted a token.
+    num_cached_tokens: prompt tokens found in a cache at the first admission; -1 before it.
+
+    Raises ValueError for an empty prompt or max_tokens below 1.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "block_hashes",
+        "cache_salt",
+        "children",
+        "error",
+        "finish_reason",
+        "finish_time",
+        "first_scheduled_time",
+        "first_token_time",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "request_id",
+        "sample_index",
+        "sampling_params",
+        "seed",
+        "stop_token_ids",
+        "token_ids",
+        "token_runs",
+    )
+
+    def __init__(
+        self,
+        request_id,
+        prompt_token_ids=None,
+        *,
+        num_prompt_tokens=None,
+        max_tokens=16,
+        arrival_time=0.0,
+        stop_token_ids=(),
+        sampling_params=None,
+        seed=0,
+        sample_index=0,
+        cache_salt=None,
+        block_hashes=None,
+    ):
+        self.request_id = request_id
+        self.token_ids = None if prompt_token_ids is None else list(prompt_token_ids)
+        if self.token_ids is not None:
+            num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = require_int(
+            f"the number of prompt tokens of request {request_id!r}", num_prompt_tokens, at_least=1
+        )
+        self.num_tokens = self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.max_tokens = require_int("max_tokens", max_tokens, at_least=1)
+        self.arrival_time = arrival_time
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.sampling_params, self.seed, self.sample_index = sampling_params, seed, sample_index
+        self.cache_salt = cache_salt
+        self.block_hashes = [] if block_hashes is None else block_hashes
+        self.children = []
+        self.num_cached_tokens = -1
+        self.num_preemptions = 0
+        self.first_scheduled_time = self.first_token_time = self.finish_time = None
+        self.finish_reason = self.error = None
+        self.token_runs = []
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Slots that it can ever need: the last sampled token never gets keys and values."""
+        return self.num_prompt_tokens + self.max_tokens - 1
+
+    def append(self, token_id):
+        if self.token_ids is not None:
+            self.token_ids.append(token_id)
+        self.num_tokens += 1
+
+    def __repr__(self):
+        return (
+            f"Request({self.request_id!r}, computed {self.num_computed_tokens} of "
+            f"{self.num_tokens} tokens, {self.num_prompt_tokens} of them prompt)"
+        )
+
+
+@dataclass
+class CompletionOutput:
+    """One sample's output so far. `finish_reason`: None while it runs, then `stop` (an end token
+    or a stop string), `length` (max_tokens or max_model_len), `abort` or `error`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A snapshot of a request; later steps do not change it.
+
+    metrics: a `RequestMetrics` for each entry of outputs.
+    num_cached_tokens: prompt tokens that a prefix cache already held.
+    error: what went wrong, where a finish_reason is `error`.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    metrics: list = field(default_factory=list)
+    error: str | None = None
