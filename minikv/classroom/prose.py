@@ -1,0 +1,137 @@
+"""Every number in a chapter's prose is printed by one of its cells, or names its source.
+
+The rule for authors: print a number as you write it. A number in a Markdown cell is looked up, as
+a value (`1,024` is `1024`, `1.50` is `1.5`), among the numbers in the chapter's stored outputs
+(printed text, results, tables; not pictures). A paragraph (up to the next blank line) that takes
+its numbers from elsewhere says so in a comment, which readers do not see:
+
+    An A100 moves 2,039 GB each second. <!-- source: NVIDIA A100 80 GB datasheet -->
+
+Not looked up:
+* code in fences and in `code spans`, unless the span is nothing but a number and its unit;
+* addresses, HTML tags, comments; numbers of headings and of list items;
+* ordinals and names: `3rd`, `bf16`, `H100`, `GPT-2`, `Llama 3.1 8B`, `v0.3`, and what follows a
+  word such as chapter, step, figure, section, exercise, request, block, token, position;
+* a year in a citation: `(2023)`, `Kwon et al. 2023`, `SOSP 2023`;
+* a whole number up to 10 without a unit: "in 3 steps". With one ("3 ms", "2%", "4×") it is.
+Numbers in words are not seen.
+"""
+
+import re
+from decimal import Decimal
+
+SOURCE = re.compile(r"<!--\s*source:\s*\S.*?-->", re.S)
+COMMENT = re.compile(r"<!--.*?-->", re.S)
+FENCE = re.compile(r"^[ \t]*(```|~~~).*?^[ \t]*\1[ \t]*$", re.S | re.M)
+SPAN = re.compile(r"(`+)(.+?)\1", re.S)
+LINK = re.compile(r"\]\([^)]*\)|<https?://[^>]*>|https?://\S+")
+TAG = re.compile(r"</?[A-Za-z][^>]*>")
+HEADING_NUMBER = re.compile(r"^#+\s*\d+(\.\d+)*[.:)]?(?=\s)", re.M)
+ITEM_NUMBER = re.compile(r"^([ \t>]*)\d+[.)](?=\s)", re.M)
+# Digits in groups of three, or plain; a decimal part; an exponent.
+NUMBER = re.compile(r"(?:\d{1,3}(?:[,\u2009\u202f_]\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+UNIT = re.compile(
+    r"[ \u00a0\u2009\u202f]?(?:%|×|x\b|[KMGT]i?B\b|[KMGT]\b|B\b(?!\w)|bytes?\b|bits?\b|[mnµμ]?s\b|"
+    r"min\b|minutes?\b|seconds?\b|hours?\b|milliseconds?\b|[KMGTP]?FLOPs?\b|[GT]B/s|tokens?\b|times\b)"
+)
+MODEL_SIZE = re.compile(r"(?:\.\d+)?[BM]\b(?!/)")
+NAMED = re.compile(
+    r"(?:\b(?:chapters?|notebooks?|sections?|parts?|steps?|figures?|fig\.|tables?|exercises?|examples?"
+    r"|equations?|eq\.|lines?|items?|questions?|appendix|level|floor|pages?|cells?|versions?|incidents?"
+    r"|requests?|blocks?|tokens?|positions?|slots?|layers?|rows?|columns?|heads?|arxiv|llama|qwen"
+    r"|mistral|gemma|phi|gpt|opt|smollm|deepseek|python|pytorch|torch|cuda|triton|ubuntu|vllm|sglang"
+    r"|transformers)|§)[\s:#]*(?:v?[\d.]+(?:,| and| or| to|–|-)?\s*)*v?$",
+    re.I,
+)
+YEAR_BEFORE = re.compile(r"(?:\(|\bin |et al\.,? |[A-Z]\w*,? )$")
+MARKUP = re.compile(r"<style.*?</style>|<[^>]*>", re.S)
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def unsupported_numbers(notebook):
+    """A problem for every number in the prose that no output holds and no source explains."""
+    printed = _printed_numbers(notebook)
+    problems = []
+    for cell in notebook.cells:
+        if cell.cell_type != "markdown":
+            continue
+        for paragraph in _paragraphs(cell.source):
+            for text, value in numbers_in_prose(paragraph):
+                if value not in printed:
+                    near = " ".join(paragraph.split())
+                    problems.append(
+                        f"{text} in {cell.id!r} ({near[:50]}...) is in no output; print it, or "
+                        "name its source"
+                    )
+    return problems
+
+
+def numbers_in_prose(paragraph):
+    """[(as written, value)] of the numbers of one paragraph that must be accounted for."""
+    if SOURCE.search(paragraph):
+        return []
+    text = COMMENT.sub(" ", paragraph)
+    text = SPAN.sub(_span_text, text)
+    for pattern, instead in ((LINK, "]"), (TAG, " "), (HEADING_NUMBER, "#"), (ITEM_NUMBER, r"\1")):
+        text = pattern.sub(instead, text)
+    found = []
+    for match in NUMBER.finditer(text):
+        before, after = text[: match.start()], text[match.end() :]
+        if not _is_name(match[0], before, after):
+            found.append((match[0], _value(match[0])))
+    return found
+
+
+def _is_name(number, before, after):
+    """Whether digits are part of a name or an order, not a quantity."""
+    if re.search(r"(?:\w|[A-Za-z]\d*[-.])$", before):  # bf16, GPT-2, v0.3
+        return True
+    unit = UNIT.match(after)
+    if MODEL_SIZE.match(after) or (re.match(r"[A-Za-z_]", after) and not unit):  # 8B, 3rd, 3D
+        return True
+    if re.match(r"\.\d|-[A-Za-z]+\d", after):  # 3.1.2
+        return True
+    plain = number.isdecimal()
+    if NAMED.search(before) and not (unit and not plain):
+        return True
+    if plain and 1990 <= int(number) <= 2035 and YEAR_BEFORE.search(before) and not unit:
+        return not re.match(r"\s+[a-z]", after)
+    return plain and int(number) <= 10 and not unit
+
+
+def _span_text(match):
+    inside = match[2].strip()
+    number = NUMBER.match(inside)
+    if number:
+        rest = inside[number.end() :]
+        unit = UNIT.match(rest)
+        if not rest or (unit and unit.end() == len(rest)):
+            return inside
+    return " "
+
+
+def _paragraphs(text):
+    return re.split(r"\n\s*\n", FENCE.sub("", text))
+
+
+def _value(text):
+    return Decimal(re.sub(r"[,\u2009\u202f_]", "", text)).normalize()
+
+
+def _printed_numbers(notebook):
+    texts = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            texts += [output.get("text", ""), output.get("evalue", "")]
+            data = output.get("data", {})
+            texts += [data.get("text/plain", ""), data.get("text/markdown", "")]
+            texts.append(MARKUP.sub(" ", data.get("text/html", "")))
+    text = ANSI.sub("", "\n".join(texts))
+    printed = {_value(match[0]) for match in NUMBER.finditer(text)}
+    # `[1,024,512]` may be a list printed without spaces: its parts count too.
+    return printed | {_value(part) for part in re.findall(r"\d+(?:\.\d+)?", text)}
+
+
+def count_words(notebook):
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    return len(COMMENT.sub(" ", text).split())
