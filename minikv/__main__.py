@@ -36,6 +36,10 @@ def main(argv=None):
     if name not in COMMANDS:
         print(f"minikv: unknown command {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
+    if name not in ("lab", "test"):  # the others need what those two install
+        status = importlib.import_module("minikv.bootstrap").hand_over(argv)
+        if status is not None:
+            return status
     module, function = COMMANDS[name][0].split(":")
     return getattr(importlib.import_module(module), function)(argv[1:]) or 0
 

@@ -1,0 +1,22 @@
+# Each target only calls `python -m minikv`, so a machine without make has the same commands.
+PYTHON ?= python3
+
+.PHONY: lab test test-long doctor clean
+.NOTPARALLEL:
+
+lab:
+	$(PYTHON) -m minikv lab $(ARGS)
+
+test:
+	$(PYTHON) -m minikv test $(ARGS)
+
+test-long:
+	$(PYTHON) -m minikv test --long $(ARGS)
+
+doctor:
+	$(PYTHON) -m minikv doctor
+
+# The environment and what tools left behind; the converted model lives in the user's cache.
+clean:
+	rm -rf .venv build minikv.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
