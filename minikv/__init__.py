@@ -11,6 +11,7 @@ _HOMES = {
     "SamplingParams": "minikv.request",
     "Request": "minikv.request",
     "RequestOutput": "minikv.request",
+    "show": "minikv.classroom.show",
     "ModelSpec": "minikv.specs",
     "OutOfKVMemory": "minikv.kv_cache.base",
     "KVCacheManager": "minikv.kv_cache.base",

@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from minikv.classroom import prose
+from minikv.classroom import arc, prose
 from minikv.classroom.source import (
     CourseError,
     chapter_names,
@@ -141,6 +141,7 @@ def check_notebook(root, kind, name):
     except CourseError as error:
         return str(error).splitlines()
     problems = [*_differences(expected, stored), *_outputs(stored), *_sizes(stored)]
+    problems += _names(stored, name)
     if kind == "notebooks":
         problems += _chapter_sizes(stored) + prose.unsupported_numbers(stored)
     record = stored.metadata.get("minikv", {})
@@ -201,6 +202,16 @@ def _sizes(stored):
         if cell.cell_type == "code" and lines > MAX_CODE_LINES:
             problems.append(f"cell {cell.id!r} has {lines} lines, over {MAX_CODE_LINES}")
     return problems
+
+
+def _names(stored, name):
+    number = name.split("_")[0]
+    if not number.isdecimal():
+        return [f"{name!r} does not start with a chapter's number, as 01_topic does"]
+    try:
+        return arc.violations(arc.code_of(stored), int(number))
+    except SyntaxError as error:
+        return [f"its code cells are not valid Python: {error}"]
 
 
 def _chapter_sizes(stored):

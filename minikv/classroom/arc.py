@@ -1,0 +1,123 @@
+"""Which public name belongs to which chapter: nothing is used before it has been built.
+
+A name's chapter is that of the name itself where the table of names has it, else that of the module
+which it is taken from. What neither table knows has no chapter yet, which is a violation too.
+"""
+
+import ast
+
+# What `import minikv` offers; wherever it is imported from, a name counts with this chapter.
+NAMES = {
+    "LLM": 0,
+    "SamplingParams": 0,
+    "Request": 0,
+    "RequestOutput": 0,
+    "show": 0,
+    "ModelSpec": 1,
+    "KVCacheManager": 1,
+    "OutOfKVMemory": 1,
+    "MemoryReport": 1,
+    "ContiguousKVCacheManager": 2,
+    "Scheduler": 2,
+    "BlockPool": 4,
+    "FreeKVCacheBlockQueue": 4,
+    "PagedKVCacheManager": 4,
+    "PrefixCachingKVCacheManager": 7,
+    "RadixKVCacheManager": 7,
+}
+MODULES = {
+    "minikv.engine": 0,
+    "minikv.request": 0,
+    "minikv.viz": 0,
+    "minikv.classroom": 0,
+    "minikv.specs": 1,
+    "minikv.kv_cache.base": 1,
+    "minikv.model.loader": 1,
+    "minikv.model.sampler": 1,
+    "minikv.model.tiny": 1,
+    "minikv.metrics": 2,
+    "minikv.kv_cache.contiguous": 2,
+    "minikv.scheduler": 2,
+    "minikv.core": 2,
+    "minikv.simulator": 2,
+    "minikv.workloads": 2,
+    "minikv.kv_cache.extents": 3,
+    "minikv.kv_cache.paged": 4,
+    "minikv.model.attention": 5,
+    "minikv.model.kernels": 5,
+    "minikv.model.runner": 5,
+    "minikv.kv_cache.prefix": 7,
+    "minikv.kv_cache.radix": 7,
+    "minikv.bench": 8,
+}
+
+
+def chapter_of(name):
+    """The chapter of a dotted name (`minikv.LLM`, `minikv.specs.GPUS`); None if it has none."""
+    parts = name.split(".")
+    # `minikv.LLM.generate` counts as LLM: methods come with their class.
+    for part in parts[1:]:
+        if part in NAMES:
+            return NAMES[part]
+    for length in range(len(parts), 1, -1):
+        if ".".join(parts[:length]) in MODULES:
+            return MODULES[".".join(parts[:length])]
+    return None
+
+
+def names_used(source):
+    """The dotted minikv names that a piece of Python imports or reaches as attributes."""
+    tree = ast.parse(source)
+    aliases, used = {}, set()  # local name -> dotted minikv name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "minikv":
+                    aliases[alias.asname or "minikv"] = alias.name if alias.asname else "minikv"
+                    if alias.name != "minikv":
+                        used.add(alias.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "minikv":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                aliases[alias.asname or alias.name] = name
+                used.add(name)
+    inner = set()  # `minikv.viz` inside `minikv.viz.draw`: only the whole chain is a use
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node not in inner:
+            chain, root = [], node
+            while isinstance(root, ast.Attribute):
+                chain.append(root.attr)
+                root = root.value
+                inner.add(root)
+            if isinstance(root, ast.Name) and root.id in aliases:
+                used.add(".".join([aliases[root.id], *reversed(chain)]))
+    return {name for name in used if name != "minikv"}
+
+
+def violations(source, chapter):
+    """One line for each name in a chapter's code that belongs to a later chapter, or to none."""
+    found = []
+    for name in sorted(names_used(source)):
+        home = chapter_of(name)
+        if name.endswith("__"):  # minikv.__version__, __file__
+            continue
+        if home is None:
+            found.append(f"{name} has no chapter; add it to minikv/classroom/arc.py")
+        elif home > chapter:
+            found.append(f"{name} belongs to chapter {home:02d}, used in chapter {chapter:02d}")
+    return found
+
+
+def code_of(notebook):
+    """A notebook's code as one Python text: line magics and shell lines are left out."""
+    lines = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and not cell.source.startswith("%%"):
+            # A magic may be the whole body of a block, so something must stand in its place.
+            lines += [
+                line[: len(line) - len(line.lstrip())] + "pass"
+                if line.lstrip().startswith(("%", "!"))
+                else line
+                for line in cell.source.splitlines()
+            ]
+    return "\n".join(lines)
