@@ -39,7 +39,7 @@ def say(text):
     print(f"minikv: {text}", flush=True)  # flushed: pip and Jupyter write to the same terminal
 
 
-# --- which Python -------------------------------------------------------------------------------
+# --- which Python ------------------------------------------------------------------------------
 
 
 def check_python(version, system, machine, is_64bit):
@@ -78,7 +78,7 @@ def venv_python(venv=VENV, windows=os.name == "nt"):
     return venv / ("Scripts/python.exe" if windows else "bin/python")
 
 
-# --- the environment ----------------------------------------------------------------------------
+# --- the environment ---------------------------------------------------------------------------
 
 _PROBE = (
     "import json, sys, sysconfig, importlib.util as u;"
@@ -199,17 +199,17 @@ def drop_half_installed(site_packages):
             shutil.rmtree(str(info))
 
 
-def wanted_stamp(python_version):
-    """What the environment was installed from. ROOT belongs to it: `-e .` stores the path."""
-    digest = hashlib.sha256()
-    for part in (
-        REQUIREMENTS.read_bytes(),
-        (ROOT / "pyproject.toml").read_bytes(),
-        python_version.encode(),
-        str(ROOT).encode(),
-    ):
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()
+def make_stamp(python_version, site_packages):
+    """What the environment is and was installed from.
+
+    ROOT belongs to it, as `-e .` stores the path; so do the names of the installed packages, so
+    that an environment which somebody changed by hand goes through pip again.
+    """
+    packages = sorted(path.name for path in Path(site_packages).glob("*.dist-info"))
+    parts = [REQUIREMENTS.read_text(encoding="utf-8")]
+    parts.append((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    parts += [python_version, str(ROOT), *packages]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def write_stamp(text):
@@ -263,7 +263,7 @@ def ensure_environment(cpu_torch=False):
         if state is None:
             raise SetupError(f"{python} was made, but does not run. Delete {VENV} and try again.")
     version, _, site_packages, has_pip = state
-    stamp = wanted_stamp(version)
+    stamp = make_stamp(version, site_packages)
     complete = STAMP.is_file() and STAMP.read_text(encoding="ascii") == stamp
     if not complete:
         drop_half_installed(site_packages)
@@ -278,7 +278,7 @@ def ensure_environment(cpu_torch=False):
     for command in torch_first:
         run_step(command, "installing PyTorch's CPU-only build")
     run_step([python, "-m", "pip", "install", "-r", REQUIREMENTS], "installing the requirements")
-    write_stamp(stamp)
+    write_stamp(make_stamp(version, site_packages))
     return python
 
 
@@ -292,7 +292,7 @@ def ensure_model(python):
         )
 
 
-# --- running something in it ----------------------------------------------------------------------
+# --- running something in it -------------------------------------------------------------------
 
 
 def run(command, **environ):
@@ -314,9 +314,10 @@ def hand_over(argv):
 
     Returns their exit status, or None where this Python can go on by itself.
     """
-    if importlib.util.find_spec("torch") or os.path.realpath(sys.prefix) == os.path.realpath(VENV):
+    if importlib.util.find_spec("torch"):
         return None
-    if probe(venv_python()):
+    is_here = os.path.realpath(sys.prefix) == os.path.realpath(VENV)
+    if not is_here and probe(venv_python()):
         return run([venv_python(), "-m", "minikv", *argv])
     if argv[0] == "doctor":
         return None  # it has a line for each thing that is missing
@@ -413,7 +414,7 @@ def get(url, token, method="GET"):
         raise SetupError(f"JupyterLab did not answer {url.split('?')[0]}: {error}") from error
 
 
-# --- the two commands -----------------------------------------------------------------------------
+# --- the two commands --------------------------------------------------------------------------
 
 
 def _parser(command, rest):

@@ -1,0 +1,291 @@
+"""The two commands and the doctor, without a network and without installing anything."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minikv import __main__, bootstrap, doctor
+
+PACKAGE = Path(bootstrap.__file__).parent
+
+
+# --- before anything is installed --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["__init__.py", "__main__.py", "bootstrap.py"])
+def test_an_old_python_can_read_what_tells_it_that_it_is_old(file):
+    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"), feature_version=(3, 8))
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [n.name for node in top if isinstance(node, ast.Import) for n in node.names]
+    names += [node.module for node in top if isinstance(node, ast.ImportFrom)]
+    assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (((3, 8, 18), "Linux", "x86_64", True), "this is Python 3.8.18; the course needs Python"),
+        (((3, 10, 0), "Windows", "AMD64", True), "3.11 to 3.14"),
+        (((3, 15, 0), "Linux", "x86_64", True), "this is Python 3.15.0"),
+        (((3, 12, 1), "Windows", "x86", False), "32-bit"),
+        (((3, 12, 1), "Darwin", "x86_64", True), "Intel Macs"),
+        (((3, 12, 1), "Windows", "ARM64", True), "Windows on ARM"),
+    ],
+)
+def test_a_python_without_a_pytorch_build_is_refused(machine, message):
+    with pytest.raises(bootstrap.SetupError, match=message):
+        bootstrap.check_python(*machine)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        ((3, 11, 0), "Linux", "x86_64", True),
+        ((3, 14, 2), "Linux", "aarch64", True),
+        ((3, 12, 0), "Darwin", "arm64", True),
+        ((3, 13, 0), "Windows", "AMD64", True),
+    ],
+)
+def test_a_python_with_one_is_accepted(machine):
+    bootstrap.check_python(*machine)
+
+
+def test_the_interpreter_lies_elsewhere_on_windows():
+    assert bootstrap.venv_python(Path("v"), windows=True) == Path("v/Scripts/python.exe")
+    assert bootstrap.venv_python(Path("v"), windows=False) == Path("v/bin/python")
+
+
+# --- the environment ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """A course folder of its own; the steps that would be run are recorded instead."""
+    root = tmp_path / "a course"
+    site_packages = root / ".venv/lib/site-packages"
+    site_packages.mkdir(parents=True)
+    (root / "requirements.txt").write_text("torch==2.13.0\n-e .\n")
+    (root / "pyproject.toml").write_text("[project]\n")
+    monkeypatch.setattr(bootstrap, "ROOT", root)
+    monkeypatch.setattr(bootstrap, "VENV", root / ".venv")
+    monkeypatch.setattr(bootstrap, "STAMP", root / ".venv/minikv.stamp")
+    monkeypatch.setattr(bootstrap, "REQUIREMENTS", root / "requirements.txt")
+    monkeypatch.setattr(bootstrap.platform, "system", lambda: "Linux")
+    state = {"steps": [], "fail": None, "probe": ["3.12.1 (build)", [3, 12], str(site_packages)]}
+
+    def install(name):
+        info = site_packages / f"{name}.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "INSTALLER").write_text("pip\n")
+
+    def run_step(command, what):
+        state["steps"].append(" ".join(str(part) for part in command[1:4]))
+        if state["fail"] is not None:
+            raise state["fail"]
+        if "ensurepip" in command:
+            install("pip-1.0")
+        if "install" in command:
+            install("torch-2.13.0")
+
+    has_pip = lambda: any(site_packages.glob("pip-*.dist-info"))  # noqa: E731
+    monkeypatch.setattr(bootstrap, "run_step", run_step)
+    monkeypatch.setattr(
+        bootstrap, "probe", lambda _: state["probe"] and [*state["probe"], has_pip()]
+    )
+    state.update(root=root, site_packages=site_packages)
+    return state
+
+
+def test_the_second_time_nothing_is_installed(course):
+    bootstrap.ensure_environment()
+    assert course["steps"] == ["-m ensurepip --default-pip", "-m pip install"]
+    course["steps"].clear()
+    bootstrap.ensure_environment()
+    assert course["steps"] == []
+
+
+@pytest.mark.parametrize("change", ["requirements.txt", "pyproject.toml", "python", "package"])
+def test_a_change_goes_through_pip_again(course, change):
+    bootstrap.ensure_environment()
+    course["steps"].clear()
+    if change == "python":
+        course["probe"][0] = "3.12.2 (build)"
+    elif change == "package":  # somebody uninstalled one
+        for file in (course["site_packages"] / "torch-2.13.0.dist-info").iterdir():
+            file.unlink()
+        (course["site_packages"] / "torch-2.13.0.dist-info").rmdir()
+    else:
+        with (course["root"] / change).open("a") as file:
+            file.write("# changed\n")
+    bootstrap.ensure_environment()
+    assert course["steps"] == ["-m pip install"]
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), bootstrap.SetupError("no network")])
+def test_an_interrupted_install_leaves_no_stamp_and_is_resumed(course, interruption):
+    bootstrap.ensure_environment()
+    (course["root"] / "requirements.txt").write_text("torch==2.13.0\nmore==1\n")
+    course["fail"] = interruption
+    with pytest.raises(type(interruption)):
+        bootstrap.ensure_environment()
+    assert not bootstrap.STAMP.exists()
+    course["fail"] = None
+    course["steps"].clear()
+    bootstrap.ensure_environment()
+    assert course["steps"] == ["-m pip install"]
+    assert bootstrap.STAMP.exists()
+
+
+def test_a_half_installed_package_is_forgotten(course):
+    bootstrap.ensure_environment()
+    bootstrap.STAMP.unlink()
+    half = course["site_packages"] / "numpy-2.4.6.dist-info"
+    half.mkdir()
+    (half / "METADATA").write_text("")
+    bootstrap.ensure_environment()
+    assert not half.exists()
+    assert (course["site_packages"] / "torch-2.13.0.dist-info").exists()
+
+
+def test_an_environment_of_another_python_is_made_anew(course, monkeypatch):
+    monkeypatch.setattr(bootstrap, "check_python", lambda *machine: None)
+    course["probe"][1] = [3, 9]
+    bootstrap.ensure_environment()
+    assert course["steps"][0] == "-m venv --clear"
+
+
+def test_the_cpu_build_of_pytorch_comes_first(course, capsys):
+    bootstrap.ensure_environment(cpu_torch=True)
+    assert course["steps"] == ["-m ensurepip --default-pip", "-m pip install", "-m pip install"]
+    python = Path("python")
+    (step,) = bootstrap.torch_steps(python, course["root"], cpu_torch=True)
+    assert step[-3:] == ["torch==2.13.0", "--index-url", bootstrap.CPU_TORCH_INDEX]
+    # There already, and not that build: said, and left alone.
+    assert bootstrap.torch_steps(python, course["site_packages"], cpu_torch=True) == []
+    assert "delete .venv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("stderr", "message"),
+    [
+        ("OSError: [Errno 28] No space left on device", "disk is full .*GB free in"),
+        (
+            "WARNING: Retrying (Retry(total=0)) after connection broken\n"
+            "ERROR: No matching distribution found for torch==2.13.0",
+            "Check the network",
+        ),
+        ("ERROR: No matching distribution found for torch==2.13.0", "no build of a package"),
+        ("/usr/bin/python3: No module named ensurepip", "apt install python3-venv"),
+        ("ERROR: [Errno 13] Permission denied: 'x'", "could not be written"),
+        ("something else", "lines above"),
+    ],
+)
+def test_a_failed_step_says_what_to_do(stderr, message):
+    script = f"import sys; sys.stderr.write({stderr!r}); sys.exit(3)"
+    with pytest.raises(bootstrap.SetupError, match=f"a step failed .exit status 3.: .*{message}"):
+        bootstrap.run_step([sys.executable, "-c", script], "a step")
+
+
+def test_trouble_is_one_line_and_an_exit_status(course, capsys):
+    course["fail"] = bootstrap.SetupError("the disk is full")
+    assert bootstrap.lab([]) == 1
+    assert capsys.readouterr().err == "minikv: the disk is full\n"
+    course["fail"] = KeyboardInterrupt()
+    assert bootstrap.test([]) == 130
+    assert "goes on from here" in capsys.readouterr().err
+
+
+# --- what is run in it -------------------------------------------------------------------------
+
+
+def test_jupyter_gets_the_port_and_what_the_reader_adds():
+    command = bootstrap.jupyter_command("python", ["--no-browser"], {"PORT": "9000"}, is_root=True)
+    assert "--port=9000" in command
+    assert "--allow-root" in command
+    assert command[-1] == "--no-browser"
+    assert not any("token" in str(part) or "password" in str(part) for part in command)
+    command = bootstrap.jupyter_command("python", [], {"DISPLAY": ":0"}, is_root=False)
+    assert not any(str(part).startswith(("--port", "--allow", "--no")) for part in command)
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "65536", "-1"])
+def test_a_bad_port_is_named(port, capsys, monkeypatch):
+    monkeypatch.setenv("PORT", port)
+    assert bootstrap.lab([]) == 1
+    assert f"PORT is {port!r}; it must be a number from 1 to 65535" in capsys.readouterr().err
+
+
+def test_pytest_takes_the_short_tests_unless_asked():
+    assert bootstrap.pytest_command("python", False, ["-x"])[-3:] == ["-m", "not long", "-x"]
+    assert bootstrap.pytest_command("python", True, [])[-2:] == ["-m", "long"]
+
+
+def test_a_command_is_handed_to_the_environment(course, monkeypatch, capsys):
+    monkeypatch.setattr(bootstrap.importlib.util, "find_spec", lambda name: None)
+    calls = []
+    monkeypatch.setattr(bootstrap, "run", lambda command: calls.append(command) or 7)
+    assert __main__.main(["generate", "hello"]) == 7
+    assert calls == [[bootstrap.venv_python(), "-m", "minikv", "generate", "hello"]]
+    course["probe"] = None  # no environment
+    assert __main__.main(["generate", "hello"]) == 1
+    assert "python -m minikv lab" in capsys.readouterr().err
+    assert bootstrap.hand_over(["doctor"]) is None
+
+
+def test_an_unknown_command_and_help(capsys):
+    assert __main__.main(["nonsense"]) == 2
+    assert "unknown command 'nonsense'" in capsys.readouterr().err
+    for command in ("lab", "test", "doctor"):
+        with pytest.raises(SystemExit) as stop:
+            __main__.main([command, "--help"])
+        assert stop.value.code == 0
+
+
+# --- the doctor --------------------------------------------------------------------------------
+
+
+def test_the_facts_are_plain_data():
+    found = doctor.facts()
+    assert json.loads(json.dumps(found)) == found
+    assert found["cores"] >= 1
+    assert found["packages"]["torch"].startswith("2.13.0")
+    assert found["devices"][-1]["reason"]
+
+
+def test_packages_that_are_missing_or_differ_have_a_line(monkeypatch):
+    monkeypatch.setattr(doctor, "pins", lambda: {"torch": "2.13.0", "gguf": "1.0", "tqdm": "4.0"})
+    found = {"packages": {"torch": "2.13.0+cpu", "gguf": None, "tqdm": "5.0"}}
+    missing, other = doctor.check_packages(found)
+    assert missing[:2] == ("PROBLEM", "not installed: gguf")
+    assert other[:2] == ("PROBLEM", "another version: tqdm 5.0 (tested with 4.0)")
+    found["packages"].update(gguf="1.0", tqdm="4.0")
+    assert [row[0] for row in doctor.check_packages(found)] == ["OK"]
+
+
+def test_a_bare_python_gets_lines_and_no_traceback():
+    # -S and -I leave out site-packages: a Python in which nothing is installed.
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from minikv import doctor; "
+    script += "sys.exit(doctor.main([]))"
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script, str(PACKAGE.parent)],
+        capture_output=True,
+        text=True,
+        cwd=os.sep,
+    )
+    assert result.returncode == 1
+    assert result.stderr == ""
+    assert "not installed: torch" in result.stdout
+    assert "-> run: python -m minikv lab" in result.stdout
+
+
+def test_the_pins_are_exact_and_pytorch_is_the_tested_one():
+    lines = (PACKAGE.parent / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if line and not line.startswith("#")]
+    assert lines.pop() == "-e ."
+    assert all(line.count("==") == 1 for line in lines)
+    assert bootstrap.pinned("torch") == "torch==2.13.0"
