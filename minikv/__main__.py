@@ -14,6 +14,10 @@ COMMANDS = {
     "doctor": ("minikv.doctor:main", "say whether this machine is ready, and what works on it"),
     "generate": ("minikv.generate:main", "answer a prompt, streaming"),
     "bench": ("minikv.bench:main", "measure this engine beside transformers and vLLM"),
+    "start": ("minikv.classroom.work:main_start", "copy a chapter's exercises to work/"),
+    "check": ("minikv.classroom.check:main", "check your exercises, one by one"),
+    "reset": ("minikv.classroom.work:main_reset", "restore an exercise as shipped"),
+    "progress": ("minikv.classroom.work:main_progress", "show which exercises are done"),
     "build": ("minikv.classroom.build:main", "build and execute notebooks from their text sources"),
 }
 

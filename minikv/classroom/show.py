@@ -32,9 +32,8 @@ def show(obj):
     """
     target = obj.fget if isinstance(obj, property) else inspect.unwrap(obj)
     if not (inspect.isroutine(target) or inspect.isclass(target) or inspect.ismodule(target)):
-        raise TypeError(
-            f"show() takes a function, class, method or module, not {type(obj).__name__} {obj!r:.60}"
-        )
+        given = f"{type(obj).__name__} {obj!r:.60}"
+        raise TypeError(f"show() takes a function, class, method or module, not {given}")
     module = inspect.getmodule(target)
     name = getattr(module, "__name__", "unknown")
     if name.split(".")[0] != "minikv":

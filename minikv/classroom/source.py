@@ -225,6 +225,11 @@ def _nbgrader_checksum(source, data):
     return hashlib.md5("".join(map(str, parts)).encode(), usedforsecurity=False).hexdigest()
 
 
+def exercise_order(exercise):
+    """A key that sorts `2.10` after `2.9`."""
+    return [int(part) for part in exercise.split(".")]
+
+
 def _exercise_problems(notebook, path):
     """Answers and checks come in pairs; each solution can be cut out and leaves valid Python."""
     cells = {"answer": {}, "check": {}}
@@ -237,7 +242,7 @@ def _exercise_problems(notebook, path):
                 stub(cell)
             except CourseError as error:
                 problems.append(f"{path.name}, cell {cell.id!r}: {error}")
-    for exercise in sorted(cells["answer"].keys() ^ cells["check"].keys()):
+    for exercise in sorted(cells["answer"].keys() ^ cells["check"].keys(), key=exercise_order):
         lacking = "check" if exercise in cells["answer"] else "ex"
         title = f"{lacking}-{exercise.replace('.', '-')}"
         problems.append(f"{path.name}: exercise {exercise} has no cell {title!r}")
@@ -304,9 +309,33 @@ def exercise_from(solution):
                 cell.metadata["editable"] = False
             points = cell.metadata["nbgrader"].get("points")
             cell.metadata["nbgrader"] = nbgrader_metadata(cell, role, points)
+    record = solution.metadata["minikv"]
     notebook.metadata["minikv"] = {
-        key: solution.metadata["minikv"][key] for key in ("chapter", "source_hash")
+        "chapter": record["chapter"],
+        "source_hash": record["source_hash"],
+        "checks_hash": checks_hash(notebook),
     }
+    return notebook
+
+
+def pristine_exercise(root, name):
+    """The exercise as shipped. A learner may have worked in, and saved over, `exercises/` itself.
+
+    So it is made from the solution; where that is kept from learners, a hash tells whether the
+    checks and their expected outputs in `exercises/` are still the shipped ones.
+    """
+    solution = Path(root, "solutions", f"{name}.ipynb")
+    if solution.exists():
+        return exercise_from(read_notebook(solution))
+    path = Path(root, "exercises", f"{name}.ipynb")
+    if not path.exists():
+        raise CourseError(f"chapter {name} has no exercises: {path} does not exist")
+    notebook = read_notebook(path)
+    if notebook.metadata.get("minikv", {}).get("checks_hash") != checks_hash(notebook):
+        raise CourseError(
+            f"{path} has been saved over, so that its expected outputs are lost; get the file anew "
+            "(for instance with git checkout) and work in a copy: python -m minikv start"
+        )
     return notebook
 
 
@@ -321,12 +350,16 @@ def source_hash(notebook):
 
 
 def outputs_hash(notebook):
-    outputs = [
-        [cell.id, cell.execution_count, cell.outputs]
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-    ]
-    return digest(json.dumps(outputs, sort_keys=True))
+    return _hash_cells(c for c in notebook.cells if c.cell_type == "code")
+
+
+def checks_hash(notebook):
+    return _hash_cells(c for c in notebook.cells if role_of(c) == "check")
+
+
+def _hash_cells(cells):
+    parts = [[c.get("id"), c.source, c.execution_count, c.outputs] for c in cells]
+    return digest(json.dumps(parts, sort_keys=True))
 
 
 def to_bytes(notebook):

@@ -1,0 +1,166 @@
+"""`python -m minikv check PATH`: what a learner's notebook gets right, exercise by exercise.
+
+The answers are merged into the exercise as shipped (submission.py), in a temporary folder, and run
+under nbval with a time limit on each cell. PATH may be a number: `check 01` is `work/01_*.ipynb`.
+The exit status is 0 when every coded exercise passes. Nothing is sent anywhere.
+
+`--audit` checks the checks instead: see audit.py.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from minikv.classroom import work
+from minikv.classroom.nbval_run import run_nbval
+from minikv.classroom.source import (
+    CourseError,
+    course_root,
+    exercise_of,
+    exercise_order,
+    pristine_exercise,
+    role_of,
+    to_bytes,
+)
+from minikv.classroom.submission import merge, read_submission
+
+PASSED, NOT_YET, WRONG, WRITTEN = "passed", "not yet done", "not right yet", "written"
+CELL_SECONDS = 60
+MAX_MESSAGE = 1500
+
+
+@dataclass
+class Verdict:
+    """One exercise: its status, and what to tell the learner."""
+
+    exercise: str
+    status: str
+    message: str = ""
+    points: float = 0
+
+
+def check_notebook(path, root, cell_seconds=CELL_SECONDS):
+    """(chapter's name, [Verdict], [what else went wrong]) of a learner's notebook."""
+    cells, metadata = read_submission(path)
+    name = work.chapter_of(path, metadata, root)
+    merged = merge(pristine_exercise(root, name), cells)
+    with tempfile.TemporaryDirectory(prefix="minikv-check-") as folder:
+        copy = Path(folder, f"{name}.ipynb")
+        copy.write_bytes(to_bytes(merged.notebook))
+        results = run_nbval(copy, root, compare="tagged", cell_seconds=cell_seconds)
+    return name, _verdicts(merged, results), _other_failures(merged, results)
+
+
+def _verdicts(merged, results):
+    """One verdict for each exercise, in order."""
+    exercises = {}
+    for cell in merged.notebook.cells:
+        if role_of(cell):
+            exercises.setdefault(exercise_of(cell), []).append(cell)
+    return [
+        _verdict(exercise, exercises[exercise], merged, results)
+        for exercise in sorted(exercises, key=exercise_order)
+    ]
+
+
+def _verdict(exercise, cells, merged, results):
+    written = [cell for cell in cells if role_of(cell) == "written"]
+    checks = [cell for cell in cells if role_of(cell) == "check"]
+    points = sum(cell.metadata.nbgrader.points for cell in [*checks, *written])
+    if written and not checks:
+        done = all(cell.id in merged.written for cell in written)
+        message = "answered; a person reads it" if done else "nothing written yet"
+        return Verdict(exercise, WRITTEN if done else NOT_YET, message, points)
+    for cell in cells:
+        if cell.id in merged.missing:
+            message = f"its answer cell is gone; python -m minikv reset brings {exercise} back"
+            return Verdict(exercise, NOT_YET, message, points)
+    for cell in cells:
+        result = results.get(cell.id)  # a written answer beside a check has none
+        if result and result["outcome"] != "passed":
+            return _failed(exercise, result, points)
+    return Verdict(exercise, PASSED, "", points)
+
+
+def _failed(exercise, result, points):
+    message, ename = result["message"].strip(), result.get("ename", "")
+    if ename == "NotImplementedError" and message.startswith("Exercise "):
+        if message.startswith(f"Exercise {exercise}:"):
+            return Verdict(exercise, NOT_YET, "", points)
+        return Verdict(exercise, NOT_YET, f"needs another exercise first: {message}", points)
+    if ename and ename != "AssertionError":
+        # A syntax error names the kernel's temporary file; the line is what helps.
+        message = re.sub(r" \(\S+\.py, line (\d+)\)$", r" (line \1)", message)
+        where = f"\n({result['where']})" if result.get("where") else ""
+        message = f"{ename}: {message}{where}"
+    elif result["kind"] == "timeout":
+        message += "; does a loop never end?"
+    if len(message) > MAX_MESSAGE:
+        message = message[:MAX_MESSAGE] + " ..."
+    return Verdict(exercise, WRONG, message or "a check failed without a message", points)
+
+
+def _other_failures(merged, results):
+    """Failures outside the exercises: the shipped cells around them."""
+    failures = []
+    for cell in merged.notebook.cells:
+        result = results.get(cell.id)
+        if result and result["outcome"] != "passed" and result["kind"] != "not run":
+            extra = cell.id.startswith("extra-")
+            if role_of(cell) is None and (not extra or result["kind"] in ("died", "exit")):
+                what = "a cell of your own" if extra else f"the notebook's cell {cell.id!r}"
+                error = f"{result.get('ename', '')} {result['message']}".strip()
+                failures.append(f"{what} failed: {error}")
+    return failures
+
+
+def report(path, name, verdicts, others):
+    """Prints the verdicts; returns whether every coded exercise passes."""
+    print(f"{path} (chapter {name.split('_')[0]})\n")
+    for verdict in verdicts:
+        first, *rest = (verdict.message or "").splitlines() or [""]
+        print(f"  {verdict.exercise:<5} {verdict.status:<14} {first}".rstrip())
+        for line in rest:
+            print(f"{'':23}{line}".rstrip())
+    for text in others:
+        print(f"\n  {text}")
+    coded = [v for v in verdicts if v.status != WRITTEN and v.message != "nothing written yet"]
+    passed = sum(v.status == PASSED for v in coded)
+    print(f"\n{passed} of {len(coded)} coded exercises passed")
+    return passed == len(coded) and not others
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m minikv check",
+        description="Check the exercises of a notebook, one by one.",
+    )
+    parser.add_argument(
+        "path", nargs="?", help="a notebook, or a chapter's number for the one in work/"
+    )
+    parser.add_argument("--timeout", type=float, default=CELL_SECONDS, metavar="SECONDS",
+                        help=f"limit for one cell (default {CELL_SECONDS})")  # fmt: skip
+    parser.add_argument("--audit", action="store_true",
+                        help="run tests/answers against the checks (for authors)")  # fmt: skip
+    parser.add_argument("--root", type=Path, help="the course's folder (default: this one)")
+    args = parser.parse_args(argv)
+    if args.timeout <= 0:
+        parser.error(f"--timeout {args.timeout:g} must be above 0")
+    try:
+        root = args.root or course_root()
+        if args.audit:
+            from minikv.classroom import audit
+
+            return audit.main(root, args.path)
+        if args.path is None:
+            parser.error("name a notebook, or a chapter's number")
+        path = work.find_notebook(args.path, root)
+        name, verdicts, others = check_notebook(path, root, args.timeout)
+        work.record(root, path, name, {v.exercise: v.status for v in verdicts})
+    except CourseError as error:
+        print(f"check: {error}", file=sys.stderr)
+        return 1
+    return 0 if report(path, name, verdicts, others) else 1

@@ -1,0 +1,218 @@
+"""A learner's own copies: `start`, `reset` and `progress`.
+
+Exercises are copied to `work/`, which git ignores, so that an update of the course never conflicts
+with anyone's answers. A reset keeps what was there in `work/backup/`.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import nbformat
+
+from minikv.classroom.source import (
+    CourseError,
+    course_root,
+    exercise_of,
+    find_chapter,
+    pristine_exercise,
+    role_of,
+    to_bytes,
+    write_if_changed,
+)
+from minikv.classroom.submission import read_submission
+
+WORK = "work"
+RECORD = "progress.json"  # in work/: what the last check of each chapter said
+
+
+def exercise_names(root):
+    """Chapters with exercises, in order."""
+    folders = (Path(root, "exercises"), Path(root, "solutions"))
+    return sorted({path.stem for folder in folders for path in folder.glob("*.ipynb")})
+
+
+def chapter_of(path, metadata, root):
+    """Which chapter a learner's notebook belongs to: by its record, its name, its number."""
+    names = exercise_names(root)
+    record = metadata.get("minikv")
+    recorded = record.get("chapter") if isinstance(record, dict) else None
+    stem = Path(path).stem
+    for name in (recorded, stem):
+        if name in names:
+            return name
+    # `01_one_token (1).ipynb`, `01_one_token-Copy1.ipynb`
+    found = [name for name in names if stem.startswith(name) or stem == name.split("_")[0]]
+    if len(found) == 1:
+        return found[0]
+    raise CourseError(
+        f"{path} belongs to no chapter with exercises; there are: {', '.join(names) or 'none'}"
+    )
+
+
+def find_notebook(wanted, root):
+    """A path as given; a number or a chapter's name is its copy in `work/`."""
+    path = Path(wanted)
+    if path.suffix == ".ipynb" or path.exists():
+        return path
+    name = find_chapter(exercise_names(root), wanted)
+    path = Path(root, WORK, f"{name}.ipynb")
+    if not path.exists():
+        raise CourseError(f"{path} does not exist; python -m minikv start {wanted} makes it")
+    return path
+
+
+def record(root, path, name, statuses):
+    """Remembers a check's verdicts for `progress`, if the notebook is the one in `work/`."""
+    own = Path(root, WORK, f"{name}.ipynb")
+    if Path(path).resolve() != own.resolve():
+        return
+    records = _records(root)
+    records[name] = {"statuses": statuses, "modified": own.stat().st_mtime}
+    data = json.dumps(records, indent=1, sort_keys=True) + "\n"
+    write_if_changed(Path(root, WORK, RECORD), data.encode())
+
+
+def _records(root):
+    try:
+        records = json.loads(Path(root, WORK, RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or damaged: the next check writes it anew
+        return {}
+    return records if isinstance(records, dict) else {}
+
+
+def start(root, wanted):
+    """Copies an exercise to `work/`; returns its path and whether it is new."""
+    name = find_chapter(exercise_names(root), wanted)
+    path = Path(root, WORK, f"{name}.ipynb")
+    if path.exists():
+        return path, False
+    write_if_changed(path, to_bytes(pristine_exercise(root, name)))
+    return path, True
+
+
+def reset(root, wanted, exercise=None):
+    """Restores one exercise, or all, in the copy in `work/`; returns the backup's path."""
+    name = find_chapter(exercise_names(root), wanted)
+    path = Path(root, WORK, f"{name}.ipynb")
+    shipped = pristine_exercise(root, name)
+    if not path.exists():
+        raise CourseError(f"{path} does not exist; python -m minikv start {wanted} makes it")
+    fresh = shipped if exercise is None else _restored(path, shipped, exercise)
+    backup = path.parent / "backup" / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}.ipynb"
+    backup.parent.mkdir(exist_ok=True)
+    shutil.copy2(path, backup)
+    write_if_changed(path, to_bytes(fresh))
+    return backup
+
+
+def _restored(path, shipped, exercise):
+    """The learner's notebook with the cells of one exercise as shipped, missing ones put back."""
+    wanted = [cell for cell in shipped.cells if exercise_of(cell) == exercise]
+    if not wanted:
+        known = sorted({exercise_of(cell) for cell in shipped.cells} - {None})
+        raise CourseError(f"there is no exercise {exercise!r}; there are: {', '.join(known)}")
+    read_submission(path)  # says in plain words what is wrong with an unreadable file
+    notebook = nbformat.reads(path.read_text(encoding="utf-8-sig"), as_version=4)
+    order = [cell.id for cell in shipped.cells]
+    for cell in wanted:
+        here = [i for i, c in enumerate(notebook.cells) if _same_cell(c, cell)]
+        if here:
+            notebook.cells[here[0]] = cell
+            continue
+        # Behind the nearest shipped cell before it that is still there.
+        before = order[: order.index(cell.id)]
+        places = [i for i, c in enumerate(notebook.cells) if c.get("id") in before]
+        notebook.cells.insert(places[-1] + 1 if places else 0, cell)
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    return notebook
+
+
+def _same_cell(mine, shipped):
+    grade_id = mine.metadata.get("nbgrader", {}).get("grade_id")
+    return grade_id == shipped.id or mine.get("id") == shipped.id
+
+
+def progress(root):
+    """One line for each chapter with exercises."""
+    records, lines = _records(root), []
+    for name in exercise_names(root):
+        path = Path(root, WORK, f"{name}.ipynb")
+        shipped = pristine_exercise(root, name)
+        exercises = {exercise_of(cell) for cell in shipped.cells if role_of(cell)}
+        entry = records.get(name, {})
+        if not path.exists():
+            state = "not started"
+        elif not entry:
+            state = f"started; python -m minikv check {name.split('_')[0]} counts what is done"
+        else:
+            done = sum(s in ("passed", "written") for s in entry["statuses"].values())
+            state = f"{done} of {len(exercises)} done"
+            if path.stat().st_mtime != entry["modified"]:
+                state += ", edited since the last check"
+        lines.append(f"  {name:<24} {state}")
+    return lines or ["  no exercises yet"]
+
+
+# ----------------------------------------------------------------------------------- the commands
+
+
+def _run(name, description, argv, arguments, action):
+    parser = argparse.ArgumentParser(prog=f"python -m minikv {name}", description=description)
+    for flags, options in arguments:
+        parser.add_argument(*flags, **options)
+    parser.add_argument("--root", type=Path, help="the course's folder (default: this one)")
+    args = parser.parse_args(argv)
+    try:
+        return action(args.root or course_root(), args)
+    except CourseError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+
+
+CHAPTER = (("chapter",), {"metavar": "NN", "help": "the chapter's number"})
+
+
+def main_start(argv=None):
+    def action(root, args):
+        path, new = start(root, args.chapter)
+        print(f"{path}" if new else f"{path} is there already; reset starts it over")
+        return 0
+
+    return _run("start", "Copy a chapter's exercises to work/.", argv, [CHAPTER], action)
+
+
+def main_reset(argv=None):
+    arguments = [
+        CHAPTER,
+        (("exercise",), {"nargs": "?", "help": "one exercise, as 2.1 (default: all of them)"}),
+        (("--yes",), {"action": "store_true", "help": "do not ask"}),
+    ]
+
+    def action(root, args):
+        what = f"exercise {args.exercise}" if args.exercise else "all exercises"
+        if not args.yes and not _agreed(f"Restore {what} of chapter {args.chapter}? [y/N] "):
+            print("nothing changed")
+            return 1
+        print(f"restored {what}; what was there is in {reset(root, args.chapter, args.exercise)}")
+        return 0
+
+    return _run("reset", "Restore exercises in work/ as shipped.", argv, arguments, action)
+
+
+def _agreed(question):
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:  # no one there to ask
+        return False
+
+
+def main_progress(argv=None):
+    def action(root, args):
+        print("\n".join(progress(root)))
+        return 0
+
+    return _run("progress", "Show what is done, chapter by chapter.", argv, [], action)
