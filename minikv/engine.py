@@ -1,0 +1,534 @@
+"""`LLM`: prompts in, text out, with every key and value in a pool that minikv accounts for.
+
+It joins the parts: a transformers model that attends through block tables, a KV-cache manager, a
+scheduler, and core's loop on the wall clock. The interface follows vLLM's `LLM`.
+"""
+
+import inspect
+import itertools
+import time
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from minikv.core import EngineCore
+from minikv.kv_cache.base import KVCacheManager, OutOfKVMemory
+from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.model.detokenizer import IncrementalDetokenizer
+from minikv.model.loader import Loaded, load
+from minikv.model.packing import pack_linears
+from minikv.model.probe import adopt
+from minikv.model.runner import ModelRunner
+from minikv.request import CompletionOutput, Request, RequestOutput, SamplingParams, require_int
+from minikv.scheduler import Scheduler
+
+CPU_POOL_BYTES = 1 << 30
+DEFAULT_BLOCK_SIZE = 16
+
+
+class WallClock:
+    """Seconds since it was made."""
+
+    def __init__(self):
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def advance_to(self, t) -> None:
+        time.sleep(max(0.0, t - self.now()))
+
+
+class LLM:
+    """An inference engine for one model.
+
+    Args:
+        model: "smollm2" (the default), "tiny" (random, instant), a folder or a Hugging Face id;
+            or what `minikv.model.loader.load` returned. The model is adopted: from then on its
+            attention works inside this LLM only.
+        kv_cache_manager: an instance, or a factory (a class will do) that is called with those of
+            num_blocks, block_size and max_model_len that it takes. Default: contiguous slabs.
+        scheduler: an instance (its manager is used), or a factory called with the manager and
+            those of max_num_seqs and max_num_batched_tokens that it takes.
+        block_size: tokens per block; 16 unless a manager instance says otherwise.
+        num_gpu_blocks_override: blocks in the pool. Default: 1 GiB on a CPU; on a GPU
+            gpu_memory_utilization of its memory, less what is in use already. Never more than
+            max_num_seqs requests of max_model_len could fill.
+        max_num_seqs: requests that run at once (16). max_num_batched_tokens: tokens computed per
+            step (512).
+        max_model_len: prompt and output tokens of one request at most. Default: what the model
+            was made for, or what the pool holds, whichever is less.
+        dtype: "auto" (bfloat16 where the device multiplies it natively, else float32) or a name.
+        seed: where requests without a seed of their own take their random streams from.
+        report_every: keep a MemoryReport every so many steps in `metrics.reports`; 0 for none.
+
+    Raises ValueError (UnsupportedModel for an architecture that would not be computed exactly).
+    """
+
+    def __init__(
+        self,
+        model="smollm2",
+        *,
+        kv_cache_manager=None,
+        scheduler=None,
+        block_size=None,
+        num_gpu_blocks_override=None,
+        max_num_seqs=None,
+        max_num_batched_tokens=None,
+        max_model_len=None,
+        dtype="auto",
+        device="auto",
+        seed=0,
+        gpu_memory_utilization=0.9,
+        report_every=0,
+    ):
+        self.seed = require_int("seed", seed, at_least=0)
+        require_int("report_every", report_every, at_least=0)
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization is {gpu_memory_utilization}, but must be above 0 and at "
+                "most 1"
+            )
+        limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        sizes = {"block_size": block_size, "num_gpu_blocks_override": num_gpu_blocks_override}
+        _refuse_both("scheduler", scheduler, limits | {"kv_cache_manager": kv_cache_manager})
+        if not _is_factory(scheduler):
+            kv_cache_manager = scheduler.manager
+        _refuse_both("kv_cache_manager", kv_cache_manager, sizes)
+        if isinstance(model, Loaded) and (dtype, device) != ("auto", "auto"):
+            raise ValueError("the model is loaded already: its dtype and device are what they are")
+        for name, value in (limits | sizes | {"max_model_len": max_model_len}).items():
+            if value is not None:
+                require_int(name, value, at_least=2 if name == "max_model_len" else 1)
+
+        loaded = model if isinstance(model, Loaded) else load(model, dtype=dtype, device=device)
+        self.model, self.tokenizer, self.spec = loaded
+        if max_model_len is not None and max_model_len > self.spec.max_model_len:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, but {self.spec.name} was made for "
+                f"{self.spec.max_model_len} positions"
+            )
+        adopt(self.model, self.spec)
+
+        max_num_seqs = max_num_seqs or 16
+        if _is_factory(kv_cache_manager):
+            block_size = block_size or DEFAULT_BLOCK_SIZE
+            num_blocks = num_gpu_blocks_override or self._default_num_blocks(
+                block_size, gpu_memory_utilization, max_num_seqs, max_model_len
+            )
+            self.max_model_len = self._fitting_len(max_model_len, num_blocks * block_size)
+            manager = _call(
+                kv_cache_manager or ContiguousKVCacheManager,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_model_len=self.max_model_len,
+            )
+        else:
+            manager = kv_cache_manager
+            if manager.tables:
+                raise ValueError("kv_cache_manager already holds block tables of other requests")
+            limit = getattr(manager, "max_model_len", None) or self.spec.max_model_len
+            limit = min(limit, manager.num_blocks * manager.block_size)
+            self.max_model_len = self._fitting_len(max_model_len, limit)
+        if not isinstance(manager, KVCacheManager):
+            raise TypeError(f"kv_cache_manager gave {manager!r}, which is no KVCacheManager")
+        if _is_factory(scheduler):
+            scheduler = _call(
+                scheduler or Scheduler,
+                manager,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens or 512,
+            )
+        pack_linears(self.model, num_rows=scheduler.max_num_seqs)
+        self.runner = ModelRunner(self.model, self.spec, manager)
+        self.core = EngineCore(scheduler, self.runner, WallClock(), report_every=report_every)
+        self._jobs = {}  # request_id -> _Job, until it has ended
+        self._samples = {}  # request_id of each of its samples -> (_Job, _Sample)
+        self._held = {}  # request_id -> newest output, made while another caller was stepping
+        self._ids, self._num_added = itertools.count(), 0
+        self._eos_token_ids = _eos_token_ids(self.model, self.tokenizer)
+
+    # -- what it is made of -----------------------------------------------------------------
+
+    @property
+    def manager(self):
+        return self.core.manager
+
+    @property
+    def scheduler(self):
+        return self.core.scheduler
+
+    @property
+    def metrics(self):
+        return self.core.metrics
+
+    def memory_report(self):
+        """Where the pool's slots are now: a MemoryReport."""
+        return self.core.report()
+
+    def _default_num_blocks(self, block_size, utilization, max_num_seqs, max_model_len):
+        block_bytes = self.spec.kv_bytes_per_token * block_size
+        device = next(self.model.parameters()).device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            num_bytes = int(free - (1 - utilization) * total)
+        else:
+            num_bytes = CPU_POOL_BYTES
+        if num_bytes < block_bytes:
+            raise OutOfKVMemory(
+                f"{num_bytes:,} bytes are left for the KV cache, but one block of {block_size} "
+                f"tokens takes {block_bytes:,}"
+            )
+        most = max_num_seqs * -(-(max_model_len or self.spec.max_model_len) // block_size)
+        return min(num_bytes // block_bytes, most)
+
+    def _fitting_len(self, max_model_len, num_slots):
+        if max_model_len is None:
+            return min(self.spec.max_model_len, num_slots)
+        if max_model_len > num_slots:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, but the manager's limit is {num_slots} tokens"
+            )
+        return max_model_len
+
+    # -- one request at a time --------------------------------------------------------------
+
+    def add_request(self, prompt, sampling_params=None, request_id=None) -> str:
+        """Queues a prompt (text, token ids or chat messages) and returns its id.
+
+        Raises ValueError (TypeError for the wrong kind of thing) and OutOfKVMemory for what can
+        never be served; then nothing has changed.
+        """
+        return self._add(self._prepare(prompt, sampling_params, request_id))
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration. Returns a snapshot of every request that got a token or ended in it."""
+        held, self._held = self._held, {}
+        new = self._step() if self.scheduler.has_unfinished_requests else {}
+        return list((held | new).values())
+
+    def abort(self, request_id) -> bool:
+        """Ends a request at any moment and takes its blocks back. False: nothing ran by that id."""
+        self._held.pop(request_id, None)
+        job = self._jobs.get(request_id)
+        if job is None:
+            return False
+        for sample in job.samples:
+            self.scheduler.abort(sample.request, self.core.clock.now())
+        self._forget(job)
+        return True
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether step() has anything left to do or to tell."""
+        return bool(self._jobs or self._held)
+
+    # -- many at once -----------------------------------------------------------------------
+
+    def generate(self, prompts, sampling_params=None, *, use_tqdm=True) -> list[RequestOutput]:
+        """Answers one prompt or a list of them; outputs come in the prompts' order.
+
+        prompts: a string, a list of token ids, a list of chat messages ({"role", "content"}), or
+            a list of any of these. A string is taken as it is; messages go through the model's
+            chat template.
+        sampling_params: one for all, or a list with one each.
+
+        Every prompt is checked before the first is started. An interruption takes back whatever
+        is still running. Raises as add_request does.
+        """
+        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        if not isinstance(sampling_params, list | tuple):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one for "
+                "all or one for each"
+            )
+        pairs = zip(prompts, sampling_params, strict=True)
+        jobs = [self._prepare(prompt, params, None) for prompt, params in pairs]
+        newest, num_tokens = {}, 0
+        with tqdm(total=len(jobs), desc="requests", disable=not use_tqdm) as bar:
+            for output in self._drive(jobs):
+                before = newest.get(output.request_id)
+                num_tokens += _num_output_tokens(output)
+                num_tokens -= 0 if before is None else _num_output_tokens(before)
+                newest[output.request_id] = output
+                rate = num_tokens / max(1e-9, bar.format_dict["elapsed"])
+                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                bar.update(output.finished)
+        return [newest[job.request_id] for job in jobs]
+
+    def stream(self, prompt, sampling_params=None):
+        """Yields the answer's text as it comes, whole characters only. Leaving the loop early
+        aborts the request. Raises as add_request does (at once, not at the first piece),
+        ValueError for n above 1, and RuntimeError if the request ends with an error."""
+        job = self._prepare(prompt, sampling_params, None)
+        if job.params.n != 1:
+            raise ValueError(f"n is {job.params.n}, but a stream has one sample")
+        if self.tokenizer is None:
+            raise ValueError("a stream is text, and this model has no tokenizer")
+        return self._pieces(job)
+
+    def _pieces(self, job):
+        for output in self._drive([job]):
+            if output.error:
+                raise RuntimeError(output.error)
+            piece = job.samples[0].detokenizer.next_piece(final=output.finished)
+            if piece:
+                yield piece
+
+    def _drive(self, jobs):
+        """Adds these requests and steps until they end, yielding their outputs. What other
+        requests get meanwhile is held for the next step()."""
+        own = {job.request_id for job in jobs}
+        try:
+            for job in jobs:
+                self._add(job)
+            while any(request_id in self._jobs for request_id in own):
+                for request_id, output in self._step().items():
+                    if request_id in own:
+                        yield output
+                    else:
+                        self._held[request_id] = output
+        finally:
+            for request_id in own:
+                self.abort(request_id)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _prepare(self, prompt, sampling_params, request_id):
+        """Checks all about a request, and changes nothing."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams, not {params!r}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none")
+        request_id = self._new_id(params.n) if request_id is None else request_id
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, not {request_id!r}")
+        sample_ids = _sample_ids(request_id, params.n)
+        taken = [sample_id for sample_id in sample_ids if sample_id in self._samples]
+        if taken:
+            raise ValueError(f"request_id {taken[0]!r} is taken by a request that still runs")
+
+        text, token_ids = self._tokenize(prompt)
+        if not token_ids:
+            raise ValueError("the prompt is empty: it has no tokens")
+        room = self.max_model_len - len(token_ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, but max_model_len is "
+                f"{self.max_model_len}, which includes at least one token of output"
+            )
+        unknown = [t for t in token_ids if t >= self.spec.vocab_size]
+        if unknown:
+            raise ValueError(
+                f"the prompt holds token id {unknown[0]}, but the model has {self.spec.vocab_size}"
+            )
+        stop_token_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_token_ids |= self._eos_token_ids
+        requests = [
+            Request(
+                sample_id,
+                token_ids,
+                max_tokens=min(params.max_tokens, room),
+                stop_token_ids=stop_token_ids,
+                sampling_params=params,
+                sample_index=i,
+            )
+            for i, sample_id in enumerate(sample_ids)
+        ]
+        if not self.manager.fits_ever(requests[0]):
+            name, slots = (
+                type(self.manager).__name__,
+                self.manager.num_blocks * self.manager.block_size,
+            )
+            raise OutOfKVMemory(
+                f"the prompt has {len(token_ids)} tokens and max_tokens is {params.max_tokens}: "
+                f"that may need {requests[0].max_kv_tokens} slots, and {name} can never give one "
+                f"request so many of the pool's {slots}"
+            )
+        return _Job(request_id, text, token_ids, params, requests, self.tokenizer)
+
+    def _new_id(self, n):
+        return next(
+            request_id
+            for request_id in map(str, self._ids)
+            if not any(sample_id in self._samples for sample_id in _sample_ids(request_id, n))
+        )
+
+    def _tokenize(self, prompt):
+        """(text or None, token ids)"""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model has no tokenizer: give token ids instead of text")
+            return prompt, self.tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
+            return self._apply_chat_template(list(prompt))
+        if isinstance(prompt, list | tuple | np.ndarray):
+            return None, [require_int("a token id", token, at_least=0) for token in prompt]
+        raise TypeError(
+            "a prompt is a string, a list of token ids or a list of chat messages, not "
+            f"{type(prompt).__name__}"
+        )
+
+    def _apply_chat_template(self, messages):
+        for message in messages:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise ValueError(f"a chat message needs 'role' and 'content', but got {message!r}")
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError(f"{self.spec.name} has no chat template: give text or token ids")
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        # The template has written the special tokens already.
+        return text, self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _add(self, job):
+        requests = [sample.request for sample in job.samples]
+        seed = job.params.seed
+        if seed is None:
+            seed = int(np.random.SeedSequence([self.seed, self._num_added]).generate_state(1)[0])
+        for request in requests:
+            request.seed, request.arrival_time = seed, self.core.clock.now()
+        requests[0].children = requests[1:]
+        self.scheduler.add(requests[0])
+        self._num_added += 1
+        self._jobs[job.request_id] = job
+        self._samples |= {s.request.request_id: (job, s) for s in job.samples}
+        return job.request_id
+
+    def _forget(self, job):
+        del self._jobs[job.request_id]
+        for sample in job.samples:
+            del self._samples[sample.request.request_id]
+
+    def _step(self) -> dict[str, RequestOutput]:
+        scheduled, finished = self.core.step()
+        outputs = {}
+        for request in [entry.request for entry in scheduled] + finished:
+            job, sample = self._samples.get(request.request_id, (None, None))
+            if job is None:  # it ended, and this step already told so
+                continue
+            got_token = sample.read_new_tokens()
+            if sample.stopped and request.finish_reason is None:
+                self.scheduler.finish(request, "stop", self.core.clock.now())
+            if got_token or request.finish_reason:
+                outputs[job.request_id] = job
+        for request_id, job in outputs.items():
+            outputs[request_id] = output = job.snapshot(self.metrics)
+            if output.finished:
+                self._forget(job)
+        return outputs
+
+
+class _Sample:
+    """One sample of a job: its request and the text of what it has sampled so far."""
+
+    def __init__(self, request, tokenizer, stop):
+        self.request = request
+        self.detokenizer = IncrementalDetokenizer(tokenizer, stop) if tokenizer else None
+        self._num_read = 0  # output tokens that are in the text
+
+    @property
+    def stopped(self):
+        return self.detokenizer is not None and self.detokenizer.stopped
+
+    @property
+    def text(self):
+        return self.detokenizer.text if self.detokenizer else ""
+
+    def read_new_tokens(self) -> bool:
+        """Takes in what was sampled since the last call; whether there was anything."""
+        request = self.request
+        new = request.token_ids[request.num_prompt_tokens + self._num_read :]
+        self._num_read += len(new)
+        if self.detokenizer is None:
+            return bool(new)
+        ended_by_token = request.finish_reason == "stop" and new
+        self.detokenizer.append(new[:-1] if ended_by_token else new)
+        if self.stopped and request.finish_reason == "length":
+            request.finish_reason = "stop"  # both in one step: the text says why it ends here
+        if request.finish_reason is not None and not self.stopped:
+            self.detokenizer.finish()
+        return bool(new)
+
+
+class _Job:
+    """What was asked in one add_request: a prompt and its n samples."""
+
+    def __init__(self, request_id, prompt, prompt_token_ids, params, requests, tokenizer):
+        self.request_id, self.prompt, self.params = request_id, prompt, params
+        self.prompt_token_ids = prompt_token_ids
+        self.samples = [_Sample(request, tokenizer, params.stop) for request in requests]
+
+    def snapshot(self, metrics) -> RequestOutput:
+        requests = [sample.request for sample in self.samples]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_token_ids),
+            outputs=[
+                CompletionOutput(
+                    index=request.sample_index,
+                    text=sample.text,
+                    token_ids=request.token_ids[request.num_prompt_tokens :],
+                    finish_reason=request.finish_reason,
+                )
+                for sample, request in zip(self.samples, requests, strict=True)
+            ],
+            finished=all(request.finish_reason for request in requests),
+            num_cached_tokens=max(0, requests[0].num_cached_tokens),
+            metrics=[metrics.of(request) for request in requests],
+            error=next((request.error for request in requests if request.error), None),
+        )
+
+
+def _eos_token_ids(model, tokenizer):
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if eos is None and tokenizer is not None:
+        eos = tokenizer.eos_token_id
+    return set(eos) if isinstance(eos, list | tuple) else {eos} - {None}
+
+
+def _sample_ids(request_id, n):
+    return [request_id] + [f"{request_id}.{i}" for i in range(1, n)]
+
+
+def _num_output_tokens(output):
+    return sum(len(sample.token_ids) for sample in output.outputs)
+
+
+def _is_one_prompt(prompts):
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, list | tuple | np.ndarray):
+        raise TypeError(
+            f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}"
+        )
+    first = prompts[0] if len(prompts) else None
+    return isinstance(first, dict) or hasattr(first, "__index__")
+
+
+def _is_factory(part):
+    return (
+        part is None
+        or isinstance(part, type)
+        or (callable(part) and not isinstance(part, KVCacheManager | Scheduler))
+    )
+
+
+def _refuse_both(name, part, others):
+    """An instance brings these values itself: giving one too would be ignored, so it is refused."""
+    given = [other for other, value in others.items() if value is not None]
+    if given and not _is_factory(part):
+        raise ValueError(f"{name} is an instance and decides {', '.join(given)}: don't pass both")
+
+
+def _call(factory, *args, **offered):
+    """Calls factory with the arguments, of those offered by name, that it takes."""
+    parameters = inspect.signature(factory).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        offered = {name: value for name, value in offered.items() if name in parameters}
+    return factory(*args, **offered)

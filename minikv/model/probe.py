@@ -1,0 +1,107 @@
+"""Hands a transformers model over to the engine, or refuses it by name.
+
+An architecture is supported when its attention, computed over block tables, gives the logits that
+its own code gives. That is not looked up in a list but tried: a few tokens, in uneven chunks,
+through scattered blocks, before the first request.
+"""
+
+import torch
+
+from minikv.kv_cache.base import KVCacheManager
+from minikv.model.attention import IMPLEMENTATION, UnsupportedModel
+from minikv.model.runner import ModelRunner
+from minikv.request import Request
+from minikv.scheduler import ScheduledRequest
+
+CHUNKS = (5, 1, 11, 1)  # new tokens per step: a chunk, a decode, a chunk on a filled cache, ...
+BLOCK_SIZE = 4
+# ||ours - theirs|| / ||theirs||, over the logits of the last token of every chunk.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+
+def adopt(model, spec):
+    """From here on the model attends through block tables, inside minikv only.
+
+    Raises UnsupportedModel, naming the architecture and the reason; the model is then as it was.
+    """
+    name = type(model).__name__
+    before = model.config._attn_implementation
+    try:
+        expected = _own_logits(model)
+        model.set_attn_implementation(IMPLEMENTATION)
+        got = _our_logits(model, spec)
+        error = float((got - expected).norm() / expected.norm())
+        if not error <= TOLERANCE[model.dtype]:
+            raise UnsupportedModel(
+                f"its logits over block tables are {error:.1%} off its own (limit "
+                f"{TOLERANCE[model.dtype]:.1%})"
+            )
+    except Exception as error:
+        model.set_attn_implementation(before)
+        if isinstance(error, UnsupportedModel | TypeError | ValueError):
+            raise UnsupportedModel(f"minikv cannot run {name} exactly: {error}") from error
+        raise
+
+
+def _check_layers(layers_seen, config, spec):
+    """layers_seen: (layer, window) of every call of one forward pass. A window longer than the
+    probe would not show in its logits, so it is compared with the configuration's."""
+    called = sorted(layer for layer, _ in layers_seen)
+    if called != list(range(spec.num_layers)):
+        raise UnsupportedModel(
+            f"of its {spec.num_layers} layers, {len(set(called))} called the attention function, "
+            f"{len(called)} times: the others attend in code of their own"
+        )
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * spec.num_layers
+    window = getattr(config, "sliding_window", None)
+    for layer, seen in layers_seen:
+        expected = window if kinds[layer] == "sliding_attention" else None
+        if kinds[layer] not in ("sliding_attention", "full_attention") or seen != expected:
+            raise UnsupportedModel(
+                f"layer {layer} is of type {kinds[layer]!r} with sliding_window {window}, but its "
+                f"attention was called with sliding_window {seen}"
+            )
+
+
+def _probe_tokens(model):
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    return [(17 + 101 * i) % vocab_size for i in range(sum(CHUNKS))]
+
+
+def _last_rows():
+    ends = torch.tensor(CHUNKS).cumsum(0)
+    return ends - 1
+
+
+@torch.inference_mode()
+def _own_logits(model):
+    """[chunks, vocab]: the model's own attention over all tokens at once, without any cache."""
+    model.set_attn_implementation("eager")
+    device = next(model.parameters()).device
+    out = model(input_ids=torch.tensor([_probe_tokens(model)], device=device), use_cache=False)
+    return out.logits[0, _last_rows().to(device)].float()
+
+
+class _Scattered(KVCacheManager):
+    """Hands out blocks in an order in which no two neighbours are consecutive."""
+
+    def allocate_slots(self, request, num_new_tokens, **_):
+        table = self.tables.get(request.request_id) or self.set_table(request, [])
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        while len(table) * self.block_size < num_tokens:
+            table.append(len(table) * 3 % self.num_blocks)
+        return table
+
+
+def _our_logits(model, spec):
+    tokens = _probe_tokens(model)
+    manager = _Scattered(num_blocks=len(tokens) // BLOCK_SIZE * 2, block_size=BLOCK_SIZE)
+    runner = ModelRunner(model, spec, manager)
+    request, rows = Request("probe", tokens), []
+    for num_new_tokens in CHUNKS:
+        manager.allocate_slots(request, num_new_tokens)
+        with torch.inference_mode():
+            rows.append(runner.forward([ScheduledRequest(request, num_new_tokens)])[0])
+        request.num_computed_tokens += num_new_tokens
+    _check_layers(runner.last_step.layers_seen, model.config.get_text_config(decoder=True), spec)
+    return torch.stack(rows).float()

@@ -1,0 +1,155 @@
+"""One scheduled step on tensors: copies, then a forward pass over the packed tokens, then a
+sampled token for each request.
+
+The runner never accounts: it reads block tables after scheduling has ended, and trusts nothing
+in them (a table that is too short, or names a block outside the pool, is an error, not a wrong
+answer).
+"""
+
+import torch
+
+from minikv.kv_cache.base import InvariantBroken
+from minikv.model.attention import QueryGroup, Scratch, StepContext, new_pools
+from minikv.model.sampler import sample
+
+
+class ModelRunner:
+    """model: a transformers decoder that calls minikv's attention (see `probe.adopt`).
+
+    pools: per layer [2, num_blocks + 1, num_kv_heads, block_size, head_dim]; the last block pads
+    short tables, and no manager knows of it.
+    """
+
+    def __init__(self, model, spec, manager):
+        self.model, self.manager = model, manager
+        self.num_blocks, self.block_size = manager.num_blocks, manager.block_size
+        self.device = next(model.parameters()).device
+        self.pools = new_pools(
+            spec, self.num_blocks, self.block_size, device=self.device, dtype=model.dtype
+        )
+        self.num_kv_heads = spec.num_kv_heads
+        self._heads = torch.arange(self.num_kv_heads)
+        self._scratch = Scratch()
+        self.last_step = None  # its StepContext, for the probe and for figures
+
+    @torch.inference_mode()
+    def run(self, scheduled, copies) -> list[int | None]:
+        self._copy(copies)
+        if not scheduled:
+            return []
+        # Requests with one new token go first: attention takes them all as one group.
+        order = sorted(range(len(scheduled)), key=lambda i: scheduled[i].num_new_tokens > 1)
+        packed = [scheduled[i] for i in order]
+        sampled = sample(self.forward(packed), [entry.request for entry in packed])
+        tokens = [None] * len(scheduled)
+        for i, entry, token in zip(order, packed, sampled, strict=True):
+            tokens[i] = token
+            if token is None:
+                self._clean(entry.request)
+        return tokens
+
+    def forward(self, packed):
+        """Computes each entry's new tokens; returns the logits of its last: [entries, vocab]."""
+        token_ids, positions, last_rows, tables = [], [], [], []
+        for request, num_new_tokens in packed:
+            start, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
+            tables.append(self._table(request, end))
+            token_ids += request.token_ids[start:end]
+            positions += range(start, end)
+            last_rows.append(len(token_ids) - 1)
+        positions = torch.tensor(positions)
+        self.last_step = step = StepContext(
+            pools=self.pools,
+            write_rows=self._write_rows(packed, tables, positions).to(self.device),
+            groups=self._groups(packed, tables, positions),
+            scratch=self._scratch,
+        )
+        out = self.model(
+            input_ids=torch.tensor([token_ids], device=self.device),
+            position_ids=positions[None].to(self.device),
+            use_cache=False,
+            step=step,
+            logits_to_keep=torch.tensor(last_rows, device=self.device),
+        )
+        return out.logits[0]
+
+    def _table(self, request, end):
+        """The block ids that hold positions 0 to end - 1, checked."""
+        table = self.manager.tables.get(request.request_id, ())
+        num_blocks = -(-end // self.block_size)
+        block_ids = list(table[:num_blocks])
+        if len(block_ids) < num_blocks:
+            raise InvariantBroken(
+                f"request {request.request_id!r} computes position {end - 1}, but its block table "
+                f"has {len(table)} blocks, {len(table) * self.block_size} slots"
+            )
+        if min(block_ids) < 0 or max(block_ids) >= self.num_blocks:
+            raise InvariantBroken(
+                f"the block table of request {request.request_id!r} names blocks from "
+                f"{min(block_ids)} to {max(block_ids)}, but the pool has 0 to "
+                f"{self.num_blocks - 1}"
+            )
+        return block_ids
+
+    def _write_rows(self, packed, tables, positions):
+        """[T * kv_heads]: where each new token's K (or V) goes, in `pool[0].view(-1, head_dim)`."""
+        block_ids = [
+            table[position // self.block_size]
+            for (request, num_new_tokens), table in zip(packed, tables, strict=True)
+            for position in range(
+                request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
+            )
+        ]
+        by_head = torch.tensor(block_ids)[:, None] * self.num_kv_heads + self._heads
+        return (by_head * self.block_size + (positions % self.block_size)[:, None]).reshape(-1)
+
+    def _groups(self, packed, tables, positions):
+        num_single = sum(entry.num_new_tokens == 1 for entry in packed)
+        groups, row = [], num_single
+        if num_single:
+            groups.append(self._group(0, 1, tables[:num_single], positions[:num_single, None]))
+        for (_, num_new_tokens), table in zip(
+            packed[num_single:], tables[num_single:], strict=True
+        ):
+            rows = slice(row, row + num_new_tokens)
+            groups.append(self._group(row, num_new_tokens, [table], positions[None, rows]))
+            row += num_new_tokens
+        return groups
+
+    def _group(self, first_row, num_queries, tables, positions):
+        num_blocks = max(map(len, tables))
+        padded = [t + [self.num_blocks] * (num_blocks - len(t)) for t in tables]
+        # [seqs, kv_heads, blocks]: the K row of each block and head; V lies one half further on.
+        rows = torch.tensor(padded)[:, None, :] * self.num_kv_heads + self._heads[:, None]
+        half = (self.num_blocks + 1) * self.num_kv_heads
+        return QueryGroup(
+            first_row=first_row,
+            num_seqs=len(tables),
+            num_queries=num_queries,
+            num_blocks=num_blocks,
+            positions=positions.to(self.device),
+            gather_rows=torch.cat([rows.reshape(-1), rows.reshape(-1) + half]).to(self.device),
+        )
+
+    def _copy(self, copies):
+        """All sources are read before any destination is written."""
+        device = [c for c in copies if c.kind == "device"]
+        if len(device) < len(copies):
+            kinds = sorted({c.kind for c in copies} - {"device"})
+            raise NotImplementedError(f"copies of kind {', '.join(kinds)}: there is no host pool")
+        if not device:
+            return
+        src = torch.cat([torch.arange(c.src, c.src + c.num_blocks) for c in device])
+        dst = torch.cat([torch.arange(c.dst, c.dst + c.num_blocks) for c in device])
+        src, dst = src.to(self.device), dst.to(self.device)
+        for pool in self.pools:
+            pool[:, dst] = pool[:, src]
+
+    def _clean(self, request):
+        """Whoever gets these blocks next must find numbers in them: a masked score still
+        multiplies its value by 0, and 0 x NaN is NaN. Shared blocks may hold good content, so
+        only what is not finite is zeroed."""
+        block_ids = torch.tensor(list(self.manager.tables[request.request_id]))
+        block_ids = block_ids.to(self.device)
+        for pool in self.pools:
+            pool[:, block_ids] = pool[:, block_ids].nan_to_num_(0.0, 0.0, 0.0)
