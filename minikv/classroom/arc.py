@@ -108,16 +108,23 @@ def violations(source, chapter):
     return found
 
 
-def code_of(notebook):
-    """A notebook's code as one Python text: line magics and shell lines are left out."""
+def without_magics(source):
+    """A cell as plain Python: cell magics are dropped whole, line magics and shell lines pass."""
+    if source.startswith("%%"):
+        return ""
+    try:
+        ast.parse(source)
+        return source  # a line that begins with % may also go on with a remainder
+    except SyntaxError:
+        pass
     lines = []
-    for cell in notebook.cells:
-        if cell.cell_type == "code" and not cell.source.startswith("%%"):
-            # A magic may be the whole body of a block, so something must stand in its place.
-            lines += [
-                line[: len(line) - len(line.lstrip())] + "pass"
-                if line.lstrip().startswith(("%", "!"))
-                else line
-                for line in cell.source.splitlines()
-            ]
+    for line in source.splitlines():
+        bare = line.lstrip()
+        # It may be the whole body of a block, so something must stand in its place.
+        lines.append(line[: -len(bare)] + "pass" if bare.startswith(("%", "!")) else line)
     return "\n".join(lines)
+
+
+def code_of(notebook):
+    """A notebook's code as one Python text."""
+    return "\n".join(without_magics(c.source) for c in notebook.cells if c.cell_type == "code")

@@ -91,7 +91,9 @@ def _failed(exercise, result, points):
         if message.startswith(f"Exercise {exercise}:"):
             return Verdict(exercise, NOT_YET, "", points)
         return Verdict(exercise, NOT_YET, f"needs another exercise first: {message}", points)
-    if ename and ename != "AssertionError":
+    if ename == "SystemExit":
+        message = "called exit(); a notebook's cell must not"
+    elif ename and ename != "AssertionError":
         # A syntax error names the kernel's temporary file; the line is what helps.
         message = re.sub(r" \(\S+\.py, line (\d+)\)$", r" (line \1)", message)
         where = f"\n({result['where']})" if result.get("where") else ""
