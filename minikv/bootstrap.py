@@ -107,7 +107,7 @@ def probe(python):
 _CAUSES = [
     (
         ("no space left", "errno 28", "not enough space", "disk quota"),
-        "the disk is full ({free}). Make room (PyTorch needs about 2 GB, its CUDA build 8 GB)",
+        "the disk is full ({free}). Make room: the environment takes 2 GB, with PyTorch's CUDA build 6 GB",
     ),
     (
         (
@@ -148,9 +148,10 @@ def explain(stderr):
     text = stderr.lower()
     for signs, meaning in _CAUSES:
         if any(sign in text for sign in signs):
+            folders = [str(VENV if VENV.is_dir() else ROOT), tempfile.gettempdir()]
             free = ", ".join(
                 f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free in {folder}"
-                for folder in dict.fromkeys([str(ROOT), tempfile.gettempdir()])
+                for folder in folders
             )
             return meaning.format(free=free)
     return "the reason is in the lines above"
