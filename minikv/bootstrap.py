@@ -107,7 +107,8 @@ def probe(python):
 _CAUSES = [
     (
         ("no space left", "errno 28", "not enough space", "disk quota"),
-        "the disk is full ({free}). Make room: the environment takes 2 GB, with PyTorch's CUDA build 6 GB",
+        "the disk is full ({free}). Make room: the environment takes 2 GB, "
+        "with PyTorch's CUDA build 6 GB",
     ),
     (
         (
