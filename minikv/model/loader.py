@@ -379,7 +379,9 @@ def _fetch_into(target, progress):
     try:
         # The bar's hundred parts are roughly the time that the stages take.
         layout = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed}"
-        with tqdm(total=100, bar_format=layout, disable=not progress, file=sys.stderr) as bar:
+        with tqdm(
+            total=100, desc="smollm2", bar_format=layout, disable=not progress, file=sys.stderr
+        ) as bar:
             shown = None
 
             def report(text, done):
