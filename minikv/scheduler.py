@@ -168,6 +168,8 @@ class Scheduler:
         """Samples 2 to n start once the prompt is computed. Each shares all of it but the last
         token, which it runs itself for its own logits; or it queues, where nothing is shared."""
         for child in reversed(parent.children):
+            if child.finish_reason is not None:  # aborted while it waited here
+                continue
             child.num_computed_tokens = parent.num_prompt_tokens - 1
             child.num_cached_tokens = child.num_computed_tokens
             room = len(self.running) < self.max_num_seqs and child.num_computed_tokens > 0
@@ -188,7 +190,8 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        ended, request.children = [request, *request.children], []
+        ended = [r for r in (request, *request.children) if r.finish_reason is None]
+        request.children = []
         for each in ended:
             each.finish_reason, each.finish_time, each.error = reason, now, request.error
         self.manager.free(request)
