@@ -284,5 +284,9 @@ def _main_check(root, names, some):
     _report(root, names)
     for problem in problems:
         print(f"  {problem}")
-    print(f"{len(problems)} problem{'s' * (len(problems) != 1)} in {len(names)} chapters")
+    print(f"{_count(problems, 'problem')} in {_count(names, 'chapter')}")
     return 1 if problems else 0
+
+
+def _count(things, noun):
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"

@@ -12,7 +12,7 @@ Not looked up:
 * addresses, HTML tags, comments; numbers of headings and of list items;
 * ordinals and names: `3rd`, `bf16`, `H100`, `GPT-2`, `Llama 3.1 8B`, `v0.3`, and what follows a
   word such as chapter, step, figure, section, exercise, request, block, token, position;
-* a year in a citation: `(2023)`, `Kwon et al. 2023`, `SOSP 2023`;
+* a date, a year in a citation: `2026-11-30`, `(2023)`, `Kwon et al. 2023`, `SOSP 2023`;
 * a whole number up to 10 without a unit: "in 3 steps". With one ("3 ms", "2%", "4×") it is.
 Numbers in words are not seen.
 """
@@ -30,20 +30,25 @@ HEADING_NUMBER = re.compile(r"^#+\s*\d+(\.\d+)*[.:)]?(?=\s)", re.M)
 ITEM_NUMBER = re.compile(r"^([ \t>]*)\d+[.)](?=\s)", re.M)
 # Digits in groups of three, or plain; a decimal part; an exponent.
 NUMBER = re.compile(r"(?:\d{1,3}(?:[,\u2009\u202f_]\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+DATE = re.compile(r"\b\d{4}-\d\d-\d\d\b")
 UNIT = re.compile(
-    r"[ \u00a0\u2009\u202f]?(?:%|×|x\b|[KMGT]i?B\b|[KMGT]\b|B\b(?!\w)|bytes?\b|bits?\b|[mnµμ]?s\b|"
-    r"min\b|minutes?\b|seconds?\b|hours?\b|milliseconds?\b|[KMGTP]?FLOPs?\b|[GT]B/s|tokens?\b|times\b)"
+    r"[ \u00a0\u2009\u202f]?(?:%|×|[GTM]i?B/s|(?:x|[KMGT]i?B|[KMGTB]|bytes?|bits?|[mnµμ]?s|min"
+    r"|minutes?|(?:milli)?seconds?|hours?|[KMGTP]?FLOPs?|FLOP/s|tokens?|times)\b)"
 )
-MODEL_SIZE = re.compile(r"(?:\.\d+)?[BM]\b(?!/)")
-NAMED = re.compile(
-    r"(?:\b(?:chapters?|notebooks?|sections?|parts?|steps?|figures?|fig\.|tables?|exercises?|examples?"
-    r"|equations?|eq\.|lines?|items?|questions?|appendix|level|floor|pages?|cells?|versions?|incidents?"
-    r"|requests?|blocks?|tokens?|positions?|slots?|layers?|rows?|columns?|heads?|arxiv|llama|qwen"
-    r"|mistral|gemma|phi|gpt|opt|smollm|deepseek|python|pytorch|torch|cuda|triton|ubuntu|vllm|sglang"
-    r"|transformers)|§)[\s:#]*(?:v?[\d.]+(?:,| and| or| to|–|-)?\s*)*v?$",
-    re.I,
+# A thing that is counted off, or a product, before its number: `chapter 3`, `Llama 3.1`.
+THING = (
+    r"chapters?|notebooks?|sections?|parts?|steps?|figures?|fig\.|tables?|exercises?|examples?"
+    r"|equations?|eq\.|lines?|items?|questions?|appendix|level|floor|pages?|cells?|versions?"
+    r"|incidents?|requests?|blocks?|tokens?|positions?|slots?|layers?|rows?|columns?|heads?|arxiv:"
 )
-YEAR_BEFORE = re.compile(r"(?:\(|\bin |et al\.,? |[A-Z]\w*,? )$")
+PRODUCT = (
+    r"llama|qwen|mistral|gemma|phi|gpt|opt|smollm|deepseek|python|pytorch|torch|cuda|triton|ubuntu"
+    r"|vllm|sglang|transformers"
+)
+NUMBERED = re.compile(rf"(?:\b(?:{THING})|§)[ #]*(?:[\d.]+(?:,? (?:and|or|to) |–|-))*$", re.I)
+PRODUCT_BEFORE = re.compile(rf"\b(?:{PRODUCT})(?:[-\d][-\w.]*)? (?:[\d.]+ )?$", re.I)
+YEAR_BEFORE = re.compile(r"(?:\(|\bin |et al\.,? )$")
+CITED_BEFORE = re.compile(r"[A-Z]\w*,? $")
 MARKUP = re.compile(r"<style.*?</style>|<[^>]*>", re.S)
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -72,7 +77,13 @@ def numbers_in_prose(paragraph):
         return []
     text = COMMENT.sub(" ", paragraph)
     text = SPAN.sub(_span_text, text)
-    for pattern, instead in ((LINK, "]"), (TAG, " "), (HEADING_NUMBER, "#"), (ITEM_NUMBER, r"\1")):
+    for pattern, instead in (
+        (LINK, "]"),
+        (TAG, " "),
+        (DATE, " "),
+        (HEADING_NUMBER, "#"),
+        (ITEM_NUMBER, r"\1"),
+    ):
         text = pattern.sub(instead, text)
     found = []
     for match in NUMBER.finditer(text):
@@ -84,19 +95,21 @@ def numbers_in_prose(paragraph):
 
 def _is_name(number, before, after):
     """Whether digits are part of a name or an order, not a quantity."""
-    if re.search(r"(?:\w|[A-Za-z]\d*[-.])$", before):  # bf16, GPT-2, v0.3
+    if re.search(r"(?:\w|[A-Za-z]\d*[-.]|\d\.)$", before):  # bf16, GPT-2, v0.3, 3.1.2
+        return True
+    if re.match(r"B\b(?!/)|\.\d", after):  # 8B is a model's size; bytes have a space
         return True
     unit = UNIT.match(after)
-    if MODEL_SIZE.match(after) or (re.match(r"[A-Za-z_]", after) and not unit):  # 8B, 3rd, 3D
+    if re.match(r"[A-Za-z_]", after) and not unit:  # 3rd, 3D
         return True
-    if re.match(r"\.\d|-[A-Za-z]+\d", after):  # 3.1.2
+    if PRODUCT_BEFORE.search(before) or (NUMBERED.search(before) and not unit):
         return True
-    plain = number.isdecimal()
-    if NAMED.search(before) and not (unit and not plain):
-        return True
-    if plain and 1990 <= int(number) <= 2035 and YEAR_BEFORE.search(before) and not unit:
-        return not re.match(r"\s+[a-z]", after)
-    return plain and int(number) <= 10 and not unit
+    if not number.isdecimal() or unit:
+        return False
+    if 1990 <= int(number) <= 2035:
+        cited = CITED_BEFORE.search(before) and not re.match(r" [a-z]", after)
+        return bool(cited or YEAR_BEFORE.search(before))
+    return int(number) <= 10
 
 
 def _span_text(match):
@@ -124,12 +137,12 @@ def _printed_numbers(notebook):
         for output in cell.get("outputs", []):
             texts += [output.get("text", ""), output.get("evalue", "")]
             data = output.get("data", {})
-            texts += [data.get("text/plain", ""), data.get("text/markdown", "")]
+            if "image/png" not in data:  # beside a picture stands only its size in pixels
+                texts.append(data.get("text/plain", ""))
+            texts.append(data.get("text/markdown", ""))
             texts.append(MARKUP.sub(" ", data.get("text/html", "")))
     text = ANSI.sub("", "\n".join(texts))
-    printed = {_value(match[0]) for match in NUMBER.finditer(text)}
-    # `[1,024,512]` may be a list printed without spaces: its parts count too.
-    return printed | {_value(part) for part in re.findall(r"\d+(?:\.\d+)?", text)}
+    return {_value(match[0]) for match in NUMBER.finditer(text)}
 
 
 def count_words(notebook):

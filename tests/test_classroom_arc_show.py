@@ -1,0 +1,97 @@
+"""Which name belongs to which chapter, and the package's source in a cell."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minikv
+from minikv.classroom import arc
+from minikv.classroom.show import Source, show
+
+
+def test_every_public_name_has_a_chapter():
+    assert [name for name in minikv.__all__ if arc.chapter_of(f"minikv.{name}") is None] == []
+
+
+def test_a_names_own_chapter_comes_before_its_modules():
+    assert arc.chapter_of("minikv.LLM") == 0
+    assert arc.chapter_of("minikv.LLM.generate") == 0
+    assert arc.chapter_of("minikv.kv_cache.paged.BlockPool.get") == 4
+    assert arc.chapter_of("minikv.kv_cache.extents.anything") == 3
+    assert arc.chapter_of("minikv.kv_cache.unknown") is None
+
+
+@pytest.mark.parametrize(("code", "names"), [
+    ("from minikv import LLM, Request as R", {"minikv.LLM", "minikv.Request"}),
+    ("import minikv\nminikv.LLM.generate()", {"minikv.LLM.generate"}),
+    ("import minikv as m\nm.show(1)", {"minikv.show"}),
+    ("import minikv.specs", {"minikv.specs"}),
+    ("import minikv.specs as s\ns.GPUS['a'].x", {"minikv.specs", "minikv.specs.GPUS"}),
+    ("from minikv import viz\nviz.strip.draw()", {"minikv.viz", "minikv.viz.strip.draw"}),
+    ("def f():\n    from minikv.core import loop", {"minikv.core.loop"}),
+    ("import os, minikvx\nminikvx.a\nos.path", set()),
+])  # fmt: skip
+def test_names_used(code, names):
+    assert arc.names_used(code) == names
+
+
+def test_violations_name_the_chapter_or_its_absence():
+    code = "import minikv\nfrom minikv import PagedKVCacheManager, nothing\nminikv.__file__"
+    assert arc.violations(code, 4) == [
+        "minikv.nothing has no chapter; add it to minikv/classroom/arc.py"
+    ]
+    assert arc.violations(code, 3)[0] == (
+        "minikv.PagedKVCacheManager belongs to chapter 04, used in chapter 03"
+    )
+
+
+def test_magics_are_passed_over_and_remainders_are_not():
+    assert arc.without_magics("%%bash\nls") == ""
+    assert arc.without_magics("if 1:\n    %time f()\n!ls") == "if 1:\n    pass\npass"
+    assert arc.without_magics("x = (7\n  % 4)") == "x = (7\n  % 4)"
+
+
+# ------------------------------------------------------------------------------------------- show
+
+
+def test_show_prints_the_source_with_its_place():
+    text = repr(show(show))
+    assert text.startswith("# minikv.classroom.show:")
+    assert "\ndef show(obj):\n" in text
+    first = int(text.split("\n")[0].rsplit(":", 1)[1])
+    lines = Path(show.__code__.co_filename).read_text(encoding="utf-8").splitlines()
+    assert lines[first - 1] == "def show(obj):"
+
+
+def test_show_takes_classes_methods_and_modules():
+    assert "class Source:" in show(Source).text
+    assert show(Source.__repr__).text.startswith("def __repr__(self):\n    return")  # dedented
+    module = show(arc)
+    assert module.where == "minikv.classroom.arc:1" and module.text.startswith('"""Which public')
+
+
+def test_show_is_highlighted_and_always_the_same():
+    html = show(Source)._repr_html_()
+    assert html == show(Source)._repr_html_()
+    assert "<style" not in html and "color:" in html  # inline: GitHub drops style sheets
+    assert "&lt;" not in show(Source).text
+
+
+@pytest.mark.parametrize(("value", "error", "said"), [
+    (3, TypeError, "not int 3"),
+    ("LLM", TypeError, "not str 'LLM'"),
+    (print, ValueError, "print is defined in builtins"),
+    (subprocess.run, ValueError, "run is defined in subprocess"),
+])  # fmt: skip
+def test_show_refuses_what_is_not_minikvs(value, error, said):
+    with pytest.raises(error, match=said):
+        show(value)
+
+
+def test_show_is_exported_lazily():
+    assert minikv.show is show
+    code = "import sys, minikv; assert 'minikv.classroom' not in sys.modules; minikv.show; "
+    code += "assert 'torch' not in sys.modules and 'pygments' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

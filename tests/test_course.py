@@ -1,0 +1,51 @@
+"""The real course: built files fit their sources, notebooks run, exercises fail where they should.
+
+Works with any number of chapters, also none.
+"""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from minikv.classroom import audit
+from minikv.classroom.build import check_course
+from minikv.classroom.nbval_run import run_nbval
+from minikv.classroom.source import chapter_names, exercise_of, role_of
+
+ROOT = Path(__file__).resolve().parents[1]
+CELL_SECONDS = 300
+
+
+def notebooks(*kinds):
+    """The course's built notebooks of these kinds, as test parameters named like their files."""
+    paths = [path for kind in kinds for path in sorted((ROOT / kind).glob("*.ipynb"))]
+    return [pytest.param(path, id=f"{path.parent.name}/{path.stem}") for path in paths]
+
+
+def failures(results):
+    return {key: result for key, result in results.items() if result["outcome"] != "passed"}
+
+
+def test_built_files_fit_their_sources():
+    assert "\n".join(check_course(ROOT)) == ""
+
+
+@pytest.mark.parametrize("path", notebooks("notebooks", "solutions"))
+def test_notebooks_run_and_print_what_they_show(path):
+    assert failures(run_nbval(path, ROOT, compare="all", cell_seconds=CELL_SECONDS)) == {}
+
+
+@pytest.mark.parametrize("path", notebooks("exercises"))
+def test_exercises_as_shipped_fail_exactly_at_their_checks(path):
+    cells = {cell.id: cell for cell in nbformat.read(path, as_version=4).cells}
+    failed = failures(run_nbval(path, ROOT, compare="tagged", cell_seconds=CELL_SECONDS))
+    assert set(failed) == {key for key, cell in cells.items() if role_of(cell) == "check"}
+    for key, result in failed.items():
+        assert result.get("ename") == "NotImplementedError", (key, result)
+        assert result["message"].startswith(f"Exercise {exercise_of(cells[key])}: "), key
+
+
+@pytest.mark.parametrize("name", chapter_names(ROOT))
+def test_checks_catch_wrong_answers_and_pass_right_ones(name):
+    assert "\n".join(audit.audit_chapter(ROOT, name)[1]) == ""
