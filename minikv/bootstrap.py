@@ -285,8 +285,8 @@ def ensure_environment(cpu_torch=False):
 
 
 def ensure_model(python):
-    """Fetch and convert the default model, once; the loader knows whether there is work to do."""
-    status = run([python, "-m", "minikv.model.loader"])
+    """Fetch and convert the default model, once; the fetch knows whether there is work to do."""
+    status = run([python, "-m", "minikv.model.fetch"])
     if status:
         raise SetupError(
             f"the model could not be fetched (exit status {status}); the reason is above. "

@@ -106,7 +106,7 @@ def devices():
 
 def model_facts():
     try:
-        from minikv.model.loader import default_model_dir, is_fetched
+        from minikv.model.fetch import default_model_dir, is_fetched
     except ImportError:
         return {"model_dir": None, "model_fetched": False}
     return {"model_dir": str(default_model_dir()), "model_fetched": is_fetched()}
