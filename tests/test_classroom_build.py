@@ -10,6 +10,7 @@ from classroom_course import built_course, copy_course, edit
 
 from minikv.classroom import build, source
 from minikv.classroom.build import build_chapter, check_course
+from minikv.classroom.nbval_run import run_nbval
 from minikv.classroom.source import CourseError, read_source
 
 
@@ -70,7 +71,9 @@ def test_cells_run_in_notebooks_with_static_figures_and_this_interpreter(tmp_pat
         "os.environ['MINIKV_STATIC'])\nprint(sys.executable)\n\n"
         "# %% figure\nimport matplotlib.pyplot as plt\n_ = plt.plot([1, 2])\n\n"
         "# %% bar\nfrom IPython.display import display\n"
+        "print(1, flush=True)\nprint('noise', file=sys.stderr, flush=True)\n"
         "display({'application/vnd.jupyter.widget-view+json': {}, 'text/plain': 'bar'}, raw=True)\n"
+        "print(2)\n"
     )
     write_source(tmp_path, text, "02_env.py", "notebooks")
     build_chapter(tmp_path, "02_env")
@@ -79,7 +82,9 @@ def test_cells_run_in_notebooks_with_static_figures_and_this_interpreter(tmp_pat
 
     assert cell(notebook, "where").outputs[0].text == f"notebooks 1\n{sys.executable}\n"
     assert "image/png" in cell(notebook, "figure").outputs[0].data
-    assert cell(notebook, "bar").outputs == []
+    assert [output.text for output in cell(notebook, "bar").outputs] == ["1\n2\n"]
+    results = run_nbval(tmp_path / "notebooks/02_env.ipynb", tmp_path)
+    assert {result["outcome"] for result in results.values()} == {"passed"}, results
 
 
 def test_ids_are_titles_and_hashes_and_an_insertion_renames_nothing(tmp_path):

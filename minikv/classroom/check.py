@@ -28,6 +28,7 @@ from minikv.classroom.source import (
 from minikv.classroom.submission import merge, read_submission
 
 PASSED, NOT_YET, WRONG, WRITTEN = "passed", "not yet done", "not right yet", "written"
+NOT_RUN = "not checked"
 CELL_SECONDS = 60
 MAX_MESSAGE = 1500
 
@@ -39,7 +40,6 @@ class Verdict:
     exercise: str
     status: str
     message: str = ""
-    points: float = 0
 
 
 def check_notebook(path, root, cell_seconds=CELL_SECONDS):
@@ -69,28 +69,27 @@ def _verdicts(merged, results):
 def _verdict(exercise, cells, merged, results):
     written = [cell for cell in cells if role_of(cell) == "written"]
     checks = [cell for cell in cells if role_of(cell) == "check"]
-    points = sum(cell.metadata.nbgrader.points for cell in [*checks, *written])
     if written and not checks:
         done = all(cell.id in merged.written for cell in written)
         message = "answered; a person reads it" if done else "nothing written yet"
-        return Verdict(exercise, WRITTEN if done else NOT_YET, message, points)
+        return Verdict(exercise, WRITTEN if done else NOT_YET, message)
     for cell in cells:
         if cell.id in merged.missing:
             message = f"its answer cell is gone; python -m minikv reset brings {exercise} back"
-            return Verdict(exercise, NOT_YET, message, points)
+            return Verdict(exercise, NOT_YET, message)
     for cell in cells:
         result = results.get(cell.id)  # a written answer beside a check has none
         if result and result["outcome"] != "passed":
-            return _failed(exercise, result, points)
-    return Verdict(exercise, PASSED, "", points)
+            return _failed(exercise, result)
+    return Verdict(exercise, PASSED)
 
 
-def _failed(exercise, result, points):
+def _failed(exercise, result):
     message, ename = result["message"].strip(), result.get("ename", "")
     if ename == "NotImplementedError" and message.startswith("Exercise "):
         if message.startswith(f"Exercise {exercise}:"):
-            return Verdict(exercise, NOT_YET, "", points)
-        return Verdict(exercise, NOT_YET, f"needs another exercise first: {message}", points)
+            return Verdict(exercise, NOT_YET)
+        return Verdict(exercise, NOT_YET, f"needs another exercise first: {message}")
     if ename == "SystemExit":
         message = "called exit(); a notebook's cell must not"
     elif ename and ename != "AssertionError":
@@ -100,9 +99,11 @@ def _failed(exercise, result, points):
         message = f"{ename}: {message}{where}"
     elif result["kind"] == "timeout":
         message += "; does a loop never end?"
+    elif result["kind"] == "not run":
+        return Verdict(exercise, NOT_RUN, "the kernel had stopped before it")
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + " ..."
-    return Verdict(exercise, WRONG, message or "a check failed without a message", points)
+    return Verdict(exercise, WRONG, message or "a check failed without a message")
 
 
 def _other_failures(merged, results):

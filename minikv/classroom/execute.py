@@ -76,7 +76,7 @@ def execute(notebook, root, name):
         _run_cell(client, probe, len(notebook.cells) - 1, name)
         notebook.cells.pop()
     for _, cell in code:
-        cell.outputs = [clean for output in cell.outputs if (clean := _clean(output, root))]
+        cell.outputs = _joined([o for output in cell.outputs if (o := _clean(output, root))])
     return seconds, json.loads(probe.outputs[-1].text)
 
 
@@ -104,6 +104,18 @@ def _clean(output, root):
         prefix = f"{Path(root).resolve()}{os.sep}"
         output.traceback = [line.replace(prefix, "") for line in output.traceback]
     return output
+
+
+def _joined(outputs):
+    """What a progress bar had cut in two becomes one printed text again."""
+    result = []
+    for output in outputs:
+        last = result[-1] if result else None
+        if last and last.output_type == output.output_type == "stream" and last.name == output.name:
+            last.text += output.text
+        else:
+            result.append(output)
+    return result
 
 
 def module_hashes(root, modules):

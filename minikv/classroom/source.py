@@ -321,12 +321,14 @@ def exercise_from(solution):
 def pristine_exercise(root, name):
     """The exercise as shipped. A learner may have worked in, and saved over, `exercises/` itself.
 
-    So it is made from the solution; where that is kept from learners, a hash tells whether the
-    checks and their expected outputs in `exercises/` are still the shipped ones.
+    So it is made from the solution. Where that has been saved over too, or is kept from learners, a
+    hash tells whether the checks and expected outputs in `exercises/` are still the shipped ones.
     """
-    solution = Path(root, "solutions", f"{name}.ipynb")
-    if solution.exists():
-        return exercise_from(read_notebook(solution))
+    solution_path = Path(root, "solutions", f"{name}.ipynb")
+    if solution_path.exists():
+        solution = read_notebook(solution_path)
+        if solution.metadata.get("minikv", {}).get("outputs_hash") == outputs_hash(solution):
+            return exercise_from(solution)
     path = Path(root, "exercises", f"{name}.ipynb")
     if not path.exists():
         raise CourseError(f"chapter {name} has no exercises: {path} does not exist")

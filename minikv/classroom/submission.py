@@ -82,6 +82,11 @@ def _dict(value):
     return value if isinstance(value, dict) else {}
 
 
+def _writable(text):
+    """JSON can hold half a character (a lone surrogate), which no file can."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
 def _cell(raw):
     source = raw.get("source", "")
     if isinstance(source, list):
@@ -90,7 +95,7 @@ def _cell(raw):
     metadata = _dict(raw.get("metadata"))
     return Cell(
         kind=str(raw.get("cell_type", "")),
-        source=source.replace("\r\n", "\n").replace("\r", "\n"),
+        source=_writable(source).replace("\r\n", "\n").replace("\r", "\n"),
         cell_id=str(raw.get("id") or metadata.get("id") or ""),  # Colab keeps ids in the metadata
         grade_id=str(_dict(metadata.get("nbgrader")).get("grade_id") or ""),
     )

@@ -16,6 +16,7 @@ import nbformat
 from minikv.classroom.source import (
     CourseError,
     course_root,
+    digest,
     exercise_of,
     find_chapter,
     pristine_exercise,
@@ -105,7 +106,12 @@ def reset(root, wanted, exercise=None):
     backup = path.parent / "backup" / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}.ipynb"
     backup.parent.mkdir(exist_ok=True)
     shutil.copy2(path, backup)
-    write_if_changed(path, to_bytes(fresh))
+    try:
+        write_if_changed(path, to_bytes(fresh))
+    except nbformat.ValidationError as error:
+        raise CourseError(
+            f"{path} is damaged beyond {exercise}: {str(error).splitlines()[0]}; reset all of it"
+        ) from error
     return backup
 
 
@@ -128,6 +134,12 @@ def _restored(path, shipped, exercise):
         places = [i for i, c in enumerate(notebook.cells) if c.get("id") in before]
         notebook.cells.insert(places[-1] + 1 if places else 0, cell)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
+    seen = set()
+    for number, cell in enumerate(notebook.cells):
+        # Some editors drop ids, or double them with a copied cell.
+        if cell.get("id", "") in seen | {""}:
+            cell.id = f"cell-{number}-{digest(cell.source)}"
+        seen.add(cell.id)
     return notebook
 
 
