@@ -26,6 +26,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "minikv.stamp"
 REQUIREMENTS = ROOT / "requirements.txt"
 NOTEBOOK = "notebooks/00_welcome.ipynb"
+MODEL_FETCHER = "minikv.model.fetch"  # run as a module; it ends at once when there is nothing to do
 OLDEST, NEWEST = (3, 11), (3, 14)  # NEWEST: the last Python that the pinned PyTorch has wheels for
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 SERVER_START_SECONDS = 180

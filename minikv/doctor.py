@@ -171,7 +171,7 @@ def check_devices(found):
 def check_model(found):
     if found["model_fetched"]:
         return OK, f"the model smollm2 is in {found['model_dir']}", None
-    where = found["model_dir"] or "unknown, as PyTorch is missing"
+    where = found["model_dir"] or "unknown, as platformdirs is missing"
     return (
         PROBLEM,
         f"the model smollm2 is not on this machine (its folder: {where})",

@@ -1,6 +1,7 @@
 """The two commands and the doctor, without a network and without installing anything."""
 
 import ast
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -289,3 +290,37 @@ def test_the_pins_are_exact_and_pytorch_is_the_tested_one():
     assert lines.pop() == "-e ."
     assert all(line.count("==") == 1 for line in lines)
     assert bootstrap.pinned("torch") == "torch==2.13.0"
+
+
+def test_the_model_is_fetched_by_the_module_that_is_run(tmp_path):
+    """Run as set-up runs it, with a model that is there: nothing to do, and it says where."""
+    from minikv.model import fetch
+
+    folder = tmp_path / fetch.default_model_dir().name
+    folder.mkdir()
+    for file in fetch.MODEL_FILES:
+        (folder / file).touch()
+    result = subprocess.run(
+        [sys.executable, "-m", bootstrap.MODEL_FETCHER],
+        env={**os.environ, "MINIKV_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert str(folder) in result.stdout
+
+
+def test_what_the_package_imports_is_pinned():
+    optional = {"triton", "vllm"}  # used where they are installed
+    owners = importlib.metadata.packages_distributions()
+    pins = {name.lower() for name in doctor.pins()}
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names.append(node.module)
+            for top in {name.split(".")[0] for name in names}:
+                if top in sys.stdlib_module_names or top in {"minikv", *optional}:
+                    continue
+                distributions = {name.lower() for name in owners.get(top, [top])}
+                assert distributions & pins, f"{file} imports {top}: pin it in requirements.txt"
