@@ -27,6 +27,7 @@ def adopt(model, spec):
     name = type(model).__name__
     before = model.config._attn_implementation
     try:
+        _check_rotation(model.config.get_text_config(decoder=True))
         expected = _own_logits(model)
         model.set_attn_implementation(IMPLEMENTATION)
         got = _our_logits(model, spec)
@@ -41,6 +42,15 @@ def adopt(model, spec):
         if isinstance(error, UnsupportedModel | TypeError | ValueError):
             raise UnsupportedModel(f"minikv cannot run {name} exactly: {error}") from error
         raise
+
+
+def _check_rotation(config):
+    """longrope turns a whole step by the longest position in it: neighbours would change logits,
+    and no probe shorter than the original context would show it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # one for all layers, or one for each kind
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            raise UnsupportedModel("its rotary embedding, longrope, depends on the longest request")
 
 
 def _check_layers(layers_seen, config, spec):
