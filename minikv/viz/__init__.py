@@ -1,0 +1,32 @@
+"""The course's figures: pure functions from plain data to (figure, the data that it drew).
+
+None of them imports torch, touches matplotlib's global settings or keeps a figure open. A figure is
+a `Card` (style.py): it shows itself in a notebook, on its own light background and with alt text.
+"""
+
+from minikv.viz.house import lines_of_minikv
+from minikv.viz.pool import (
+    PoolSnapshot,
+    Slots,
+    pool_at_steps,
+    pool_map,
+    pool_over_steps,
+    snapshot,
+    token_map,
+)
+from minikv.viz.style import Card, figure
+from minikv.viz.widgets import pool_player
+
+__all__ = [
+    "Card",
+    "PoolSnapshot",
+    "Slots",
+    "figure",
+    "lines_of_minikv",
+    "pool_at_steps",
+    "pool_map",
+    "pool_over_steps",
+    "pool_player",
+    "snapshot",
+    "token_map",
+]

@@ -1,0 +1,328 @@
+"""Which request holds which slots of the KV pool: one moment, or one row per step.
+
+A snapshot is plain data, taken from a running engine; the figures are functions of it alone.
+"""
+
+from itertools import groupby
+from typing import NamedTuple
+
+from matplotlib.patches import Patch, Rectangle
+
+from minikv.viz.style import CARD, INK, MUTED, RULE, WHITE, colour, figure, ink_on, look, tint
+
+LIVE, RESERVED, INTERNAL, FREE = "live", "reserved", "internal", "free"
+MEANING = {  # the words of MemoryReport (kv_cache/base.py), short enough for a legend
+    LIVE: "live: keys and values",
+    RESERVED: "reserved: for tokens that may come",
+    INTERNAL: "internal: held, but can never be used",
+    FREE: "free",
+}
+MAX_SLOT_LINES = 1024  # a line per slot, and per block, only while they can be told apart
+MAX_BLOCK_LINES = 256
+
+
+class PoolSnapshot(NamedTuple):
+    """What each request held at the end of a step. All tuples and dicts are copies.
+
+    tables: request_id -> block ids. num_live: request_id -> tokens whose keys and values lie in
+    the pool. max_live: request_id -> slots that it can come to use of those it holds.
+    """
+
+    step: int
+    num_blocks: int
+    block_size: int
+    tables: dict
+    num_live: dict
+    max_live: dict
+
+
+class Slots(NamedTuple):
+    """What a figure drew: for every slot of the pool its state, and who holds it (or None)."""
+
+    states: tuple
+    owners: tuple
+
+    def count(self, state, owner=None) -> int:
+        pairs = zip(self.states, self.owners, strict=True)
+        return sum(s == state and owner in (None, o) for s, o in pairs)
+
+    @property
+    def requests(self) -> list:
+        """Those that hold slots, in the order of their first one."""
+        return list(dict.fromkeys(o for o in self.owners if o is not None))
+
+
+def snapshot(engine, step=None) -> PoolSnapshot:
+    """The pool of an LLM or an EngineCore (anything with .manager and .metrics), as it is now.
+
+    step: what to call this moment; the engine's own count of steps, unless given.
+    """
+    manager, num_live, max_live = engine.manager, {}, {}
+    tables = {request_id: tuple(table) for request_id, table in manager.tables.items()}
+    for request_id, table in tables.items():
+        request, size = manager.requests.get(request_id), len(table) * manager.block_size
+        # A table that was set by hand has no request: all of it counts as reserved.
+        num_live[request_id] = request.num_computed_tokens if request else 0
+        max_live[request_id] = min(size, request.max_kv_tokens) if request else size
+    step = len(engine.metrics.steps) if step is None else step
+    return PoolSnapshot(step, manager.num_blocks, manager.block_size, tables, num_live, max_live)
+
+
+def slots_of(snap) -> Slots:
+    """Every slot's state. A block that stands in several tables counts for the first of them."""
+    num_slots = snap.num_blocks * snap.block_size
+    states, owners = [FREE] * num_slots, [None] * num_slots
+    for request_id, table in snap.tables.items():
+        live, most = snap.num_live[request_id], snap.max_live[request_id]
+        for position in range(len(table) * snap.block_size):
+            block, offset = divmod(position, snap.block_size)
+            slot = table[block] * snap.block_size + offset
+            state = LIVE if position < live else RESERVED if position < most else INTERNAL
+            if owners[slot] is None or (state == LIVE and states[slot] != LIVE):
+                states[slot], owners[slot] = state, request_id
+    return Slots(tuple(states), tuple(owners))
+
+
+# --- the figures -------------------------------------------------------------------------------
+
+
+def pool_map(snap, *, blocks_per_row=None, names=None):
+    """The whole pool at one moment, in rows of blocks. Returns (figure, Slots)."""
+    slots = slots_of(snap)
+    blocks_per_row = blocks_per_row or _blocks_per_row(snap.num_blocks)
+    num_rows = -(-snap.num_blocks // blocks_per_row)
+    card, axes = figure(8, 1.35 + 0.42 * num_rows, alt=_alt(snap, slots))
+    with look():
+        _draw_map(axes, snap, slots, blocks_per_row, _colours(names or slots.requests))
+        axes.set_title(f"The pool after step {snap.step}")
+        _legend(card)
+    return card, slots
+
+
+def pool_at_steps(snapshots, *, count=4, blocks_per_row=None):
+    """The pool at a few moments, evenly spread. Returns (figure, [Slots of each])."""
+    chosen = _spread(snapshots, count)
+    drawn = [slots_of(snap) for snap in chosen]
+    colours = _colours(_names(slots_of(snap) for snap in snapshots))
+    blocks_per_row = blocks_per_row or _blocks_per_row(chosen[0].num_blocks)
+    map_rows = -(-chosen[0].num_blocks // blocks_per_row)
+    rows = -(-len(chosen) // 2)
+    alt = " ".join(_alt(snap, slots) for snap, slots in zip(chosen, drawn, strict=True))
+    height = 0.7 + rows * (0.75 + 0.3 * map_rows)
+    card, axes = figure(8, height, rows=rows, columns=2, squeeze=False, alt=alt)
+    with look():
+        for ax in axes.flat[len(chosen) :]:
+            ax.set_axis_off()
+        for ax, snap, slots in zip(axes.flat, chosen, drawn, strict=False):
+            _draw_map(ax, snap, slots, blocks_per_row, colours)
+            ax.set_title(f"after step {snap.step}")
+        _legend(card)
+    return card, drawn
+
+
+def pool_over_steps(snapshots, *, title="The pool, step by step"):
+    """One row per snapshot, time down, slots across. Returns (figure, [Slots of each row])."""
+    drawn = [slots_of(snap) for snap in snapshots]
+    first, num_rows = snapshots[0], len(snapshots)
+    num_slots = first.num_blocks * first.block_size
+    colours = _colours(_names(drawn))
+    alt = f"{title}: one row per step. {_alt(first, drawn[0])} {_alt(snapshots[-1], drawn[-1])}"
+    card, ax = figure(8, 1.5 + 0.115 * num_rows, alt=alt)
+    with look():
+        ax.add_patch(Rectangle((0, 0), num_slots, num_rows, facecolor=WHITE, edgecolor="none"))
+        for row, slots in enumerate(drawn):
+            _draw_row(ax, slots, range(num_slots), row, 1.0, colours)
+        for row in range(num_rows + 1):
+            ax.axhline(row, color=CARD, linewidth=0.5)
+        _block_lines(ax, first.num_blocks, first.block_size, 0, num_rows)
+        _label_lifetimes(ax, drawn, colours)
+        ax.set(xlim=(0, num_slots), ylim=(num_rows, 0), title=title)
+        ax.set_xlabel(f"slot in the pool (a line every {first.block_size} slots: one block)")
+        ax.set_ylabel("step")
+        every = next(n for n in (1, 2, 5, 10, 20, 50, 100, num_rows) if num_rows / n <= 12)
+        rows = [r for r in range(num_rows) if snapshots[r].step % every == 0]
+        ax.set_yticks([r + 0.5 for r in rows], [snapshots[r].step for r in rows])
+        ax.set_xticks(_slot_ticks(first))
+        ax.tick_params(length=3)
+        _legend(card)
+    return card, drawn
+
+
+def token_map(snap, request_id, tokens, num_prompt_tokens, *, max_chars=9):
+    """One request's blocks as rows of slots, each with the token whose keys and values it holds.
+
+    tokens: the text of all known tokens, prompt first. Those without keys and values yet stand
+    below the blocks. Returns (figure, {slot: text}).
+    """
+    table, size = snap.tables[request_id], snap.block_size
+    live, most = snap.num_live[request_id], snap.max_live[request_id]
+    shown = [_short(token, max_chars) for token in tokens]
+    drawn = {}
+    alt = f"The {len(table)} blocks of {request_id!r} after step {snap.step}: {live} slots hold "
+    alt += f"keys and values, {num_prompt_tokens} of them of the prompt; {len(table) * size - live}"
+    alt += f" hold nothing. The answer so far: {''.join(tokens[num_prompt_tokens:])!r}"
+    card, ax = figure(10, 1.3 + 0.36 * len(table), alt=alt)
+    prompt_face, answer_face = tint(colour(0), 0.22), colour(0)
+    with look():
+        for position in range(len(table) * size):
+            row, column = divmod(position, size)
+            state = LIVE if position < live else RESERVED if position < most else INTERNAL
+            face = prompt_face if position < num_prompt_tokens else answer_face
+            style = fill(state, colour(0)) | ({"facecolor": face} if state == LIVE else {})
+            ax.add_patch(Rectangle((column, row), 1, 1, **style))
+            if position < live:
+                drawn[table[row] * size + column] = shown[position]
+                _token(ax, column + 0.5, row + 0.5, shown[position], ink_on(face))
+        for row in range(len(table) + 1):
+            ax.axhline(row, color=INK, linewidth=0.9)
+        for column in range(size + 1):
+            ax.axvline(column, color=RULE, linewidth=0.6)
+        rows = range(len(table))
+        labels = [f"block {b}, slots {b * size}–{b * size + size - 1}" for b in table]
+        ax.set_yticks([r + 0.5 for r in rows], labels)
+        ax.set(xlim=(0, size), ylim=(len(table), 0), xticks=[])
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.set_title(f"Where the keys and values of each token lie, after step {snap.step}")
+        waiting = ", ".join(repr(token) for token in tokens[live:])
+        if waiting:
+            ax.set_xlabel(f"sampled, without keys and values yet: {waiting}", loc="left")
+        handles = [
+            Patch(facecolor=prompt_face, edgecolor=RULE, label="token of the prompt"),
+            Patch(facecolor=answer_face, label="token of the answer"),
+            *_handles((RESERVED, INTERNAL), colour(0)),
+        ]
+        card.legend(handles=handles, loc="outside lower center", ncols=4)
+    return card, drawn
+
+
+# --- the parts of a figure ---------------------------------------------------------------------
+
+
+def fill(state, of) -> dict:
+    """How a state looks: solid, striped, dotted or white, so that colour is never alone."""
+    looks = {
+        LIVE: {"facecolor": of},
+        RESERVED: {"facecolor": tint(of, 0.15), "hatch": "/////", "hatchcolor": tint(of, 0.7)},
+        INTERNAL: {"facecolor": WHITE, "hatch": "....", "hatchcolor": tint(of, 0.8)},
+        FREE: {"facecolor": WHITE},
+    }
+    return {**looks[state], "edgecolor": "none", "linewidth": 0}
+
+
+def _draw_map(ax, snap, slots, blocks_per_row, colours):
+    size = snap.block_size
+    row_slots = blocks_per_row * size
+    num_slots, height = snap.num_blocks * size, 0.72
+    labelled = set()
+    for row, start in enumerate(range(0, num_slots, row_slots)):
+        span = range(start, min(start + row_slots, num_slots))
+        ax.add_patch(Rectangle((0, row), len(span), height, facecolor=WHITE, edgecolor="none"))
+        runs = _draw_row(ax, slots, span, row, height, colours)
+        if num_slots <= MAX_SLOT_LINES:
+            lines = range(len(span) + 1)
+            ax.vlines(lines, row, row + height, color=tint(RULE, 0.6), linewidth=0.25)
+        _block_lines(ax, -(-len(span) // size), size, row, height)
+        ax.add_patch(
+            Rectangle((0, row), len(span), height, facecolor="none", edgecolor=INK, linewidth=0.8)
+        )
+        for owner, state, x, width in runs:
+            if state == LIVE and owner not in labelled and width > row_slots / 16:
+                labelled.add(owner)
+                _name(ax, x + row_slots / 160, row + height / 2, owner, colours[owner])
+    num_rows = -(-num_slots // row_slots)
+    ax.set(xlim=(-0.2, row_slots + 0.2), ylim=(num_rows - 1 + height + 0.08, -0.08), xticks=[])
+    labels = [f"slot {row * row_slots}" for row in range(num_rows)]
+    ax.set_yticks([row + height / 2 for row in range(num_rows)], labels)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
+def _draw_row(ax, slots, span, y, height, colours):
+    """One rectangle per run of slots alike; returns the runs as (owner, state, x, width)."""
+    runs, x = [], 0
+    for (owner, state), group in groupby(span, lambda i: (slots.owners[i], slots.states[i])):
+        width = sum(1 for _ in group)
+        if state != FREE:
+            style = fill(state, colours[owner])
+            ax.add_patch(Rectangle((x, y), width, height, **style))
+            runs.append((owner, state, x, width))
+        x += width
+    return runs
+
+
+def _block_lines(ax, num_blocks, block_size, y, height):
+    if num_blocks <= MAX_BLOCK_LINES:
+        lines = [i * block_size for i in range(num_blocks + 1)]
+        ax.vlines(lines, y, y + height, color=INK, linewidth=0.5, alpha=0.55)
+
+
+def _label_lifetimes(ax, drawn, colours):
+    """Each request's name, once, where it first holds slots."""
+    seen = set()
+    for row, slots in enumerate(drawn):
+        for owner in slots.requests:
+            if owner not in seen:
+                seen.add(owner)
+                first = slots.owners.index(owner)
+                _name(ax, first + len(slots.owners) / 250, row + 1.05, owner, colours[owner])
+
+
+def _name(ax, x, y, text, background):
+    ink = ink_on(background)
+    box = {"boxstyle": "round,pad=0.15", "facecolor": background, "edgecolor": "none"}
+    ax.text(x, y, text, color=ink, va="center", fontsize=8, fontweight="bold", bbox=box)
+
+
+def _token(ax, x, y, text, ink):
+    size = 7 if len(text) <= 8 else 6
+    ax.text(x, y, text, color=ink, ha="center", va="center", fontsize=size, parse_math=False)
+
+
+def _short(token, max_chars):
+    text = token.replace("\n", "↵").strip(" ") or "␣"
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+
+
+def _handles(states, of=MUTED):
+    return [
+        Patch(label=MEANING[s], **fill(s, of) | {"edgecolor": INK, "linewidth": 0.6})
+        for s in states
+    ]
+
+
+def _legend(card):
+    card.legend(handles=_handles(MEANING), loc="outside lower center", ncols=4, columnspacing=1.2)
+
+
+def _names(drawn):
+    return list(dict.fromkeys(name for slots in drawn for name in slots.requests))
+
+
+def _colours(names):
+    return {name: colour(i) for i, name in enumerate(names)}
+
+
+def _blocks_per_row(num_blocks):
+    return 8 if num_blocks <= 96 else -(-num_blocks // 12)
+
+
+def _spread(items, count):
+    """`count` of the items, evenly spread, the first and the last among them."""
+    count = min(count, len(items))
+    return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def _slot_ticks(snap):
+    step = -(-snap.num_blocks // 9) * snap.block_size
+    return range(0, snap.num_blocks * snap.block_size + 1, step)
+
+
+def _alt(snap, slots):
+    held = [
+        f"{name!r} holds {len(snap.tables[name]) * snap.block_size} slots, "
+        f"{slots.count(LIVE, name)} of them live"
+        for name in slots.requests
+    ]
+    free = f"{slots.count(FREE)} of {len(slots.states)} slots are free"
+    return f"After step {snap.step}: {'; '.join([*held, free])}."

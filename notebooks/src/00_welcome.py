@@ -1,0 +1,275 @@
+# %% [markdown]
+# # 00 Welcome
+#
+# A language model writes one token at a time. So that it need not read everything again for each of them, it keeps something about every token that it has seen: the token's *keys* and *values*. Serving a model to many people is, to a surprising degree, the craft of finding room for these keys and values, and of giving it back. This course teaches that craft, and builds a small, real inference engine, `minikv`, on the way.
+#
+# In this chapter you build nothing. You check your machine, get a first answer from a real model, and see where its keys and values were kept. It takes about a quarter of an hour.
+#
+# The rhythm is the same in all chapters: **predict, run, explain**. Before a cell that measures something, say what you expect, aloud or on paper. A wrong prediction teaches more than a right one, but only if you made it.
+
+# %% [markdown]
+# ## Your machine
+#
+# No chapter needs a GPU. Where there is one, the engine uses it.
+
+# %% machine
+from minikv.doctor import facts
+
+machine = facts()
+print(f"Python {machine['python']} on {machine['system']}")
+for name in ("torch", "transformers", "jupyterlab"):
+    print(name, machine["packages"].get(name))
+
+# %% what-works
+total, free = machine["memory_bytes"] or 0, machine["memory_free_bytes"] or 0
+print(f"{machine['cores']} cores, {total / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB free")
+for device in machine["devices"]:
+    print(f"{device['device']}: works; calculates in {device['reason']}")
+print("the model is", "here" if machine["model_fetched"] else "not here yet: fetched below, once")
+
+# %% [markdown]
+# The first device in the list is the one that the engine takes. Two number formats appear in this course. bfloat16 takes half the memory and, where the processor multiplies it natively, much less time. float32 is exact enough that an answer does not depend on what else is computed beside it.
+#
+# If something is missing or looks wrong, run `python -m minikv doctor` in a terminal. It says, line by line, what is right here and what to do where it isn't.
+
+# %% [markdown]
+# ## A first answer
+#
+# `LLM()` loads the default model, `smollm2`. It has few parameters, as models go, so it answers quickly on a laptop, and it is often wrong. It is a real model all the same, a small relative of Llama: what you learn about its cache holds for the large ones.
+
+# %% load
+from minikv import LLM, SamplingParams
+
+llm = LLM()
+print(f"{llm.spec.name}: {llm.spec.num_parameters:,} parameters in {llm.spec.num_layers} layers")
+
+# %% first-answer
+question = [{"role": "user", "content": "What is photosynthesis? Answer in one sentence."}]
+
+for piece in llm.stream(question, SamplingParams(max_tokens=48)):
+    print(piece, end="", flush=True)
+
+# %% [markdown]
+# `max_tokens` is a limit, not a length. The model ends its answer itself, by producing a special end token. With the default temperature of 0 the engine always takes the likeliest token, so the answer repeats from run to run. On another machine, bfloat16 may round differently, and some words may change.
+#
+# Try a question of your own: change the text above and run the cell again.
+
+# %% timing
+output = llm.generate([question], SamplingParams(max_tokens=48), use_tqdm=False)[0]
+times, num_answer = output.metrics[0], len(output.outputs[0].token_ids)
+print(f"prompt: {len(output.prompt_token_ids)} tokens, answer: {num_answer} tokens")
+print(f"first token after {times.ttft * 1000:.0f} ms, then {times.tpot * 1000:.0f} ms for each")
+
+# %% [markdown]
+# The prompt is longer than your question: the model's chat template wraps it in a system message and in markers of who speaks. One step computed all its tokens and gave the first token of the answer; each further token took a step of its own. A step with many tokens costs far less than many steps with one token each. Chapter 01 shows why.
+#
+# *What this does not show:* one run on a machine that may be doing other things. Times from one run are an impression, not a measurement.
+
+# %% [markdown]
+# ## Where are the keys and values?
+#
+# In every layer, each token leaves a key and a value: two small vectors that later tokens read. The engine keeps them in one **pool**, allocated once, when it starts. The pool is cut into **slots**. A slot has room for the keys and values of one token, in all layers. Slots are handed out in **blocks**.
+
+# %% pool-size
+num_slots = llm.manager.num_blocks * llm.manager.block_size
+print(f"one slot: {llm.spec.kv_bytes_per_token:,} bytes")
+print(f"the pool: {num_slots:,} slots in blocks of {llm.manager.block_size}")
+
+# %% [markdown]
+# **Predict.** The prompt has 39 tokens, and its answer 22. How many slots does the engine hold for this one request while it runs? Put your guess into the next cell. (The cell after it asks for exactly 22 tokens, end token or not, and stops to look after 21 steps.)
+
+# %% guess
+guess = 64  # slots: change it
+
+# %% first-waste tags=["nbval-check-output"]
+llm.add_request(question, SamplingParams(max_tokens=22, ignore_eos=True), request_id="plants")
+for _ in range(21):
+    llm.step()
+report = llm.memory_report()
+held = report.live + report.reserved + report.internal
+print(f"live: {report.live} slots hold keys and values")
+print(f"held: {held:,} slots, {held / report.live:.0f} times as many")
+
+# %% after-guess
+print(f"your guess: {guess:,}")
+print("stopped:", llm.abort("plants"), "| slots held now:", num_slots - llm.memory_report().free)
+
+# %% [markdown]
+# The request holds 8,192 slots, though only 59 of them contain anything. Nobody knows how long an answer will be, and this engine's first cache takes no risk: it reserves a **slab**, consecutive slots for the longest sequence that the model allows. Serving systems did just that until about 2023. <!-- source: Kwon et al. 2023, section 3.1 -->
+#
+# Memory that is held cannot serve anyone else. The chapters up to 04 take this waste apart and remove nearly all of it; the later ones share what is left.
+
+# %% [markdown]
+# ## A pool small enough to draw
+#
+# To see single slots, take a tiny pool and allow only short sequences.
+
+# %% small-pool
+small = LLM(max_model_len=96, num_gpu_blocks_override=18)
+print(f"{small.manager.num_blocks} blocks of {small.manager.block_size} slots")
+print(f"longest sequence: {small.max_model_len} tokens")
+
+# %% [markdown]
+# `stream` and `generate` both go around one loop, which you can drive by hand. `step()` computes what is due, samples one token for each running request and returns what is new. After each step we take a snapshot of the pool.
+
+# %% step-by-step
+from minikv.viz import snapshot
+
+small.add_request(question, SamplingParams(max_tokens=48), request_id="plants")
+outputs, snapshots, reports = [], [], []
+while small.has_unfinished_requests():
+    outputs += small.step()
+    snapshots.append(snapshot(small))
+    reports.append(small.memory_report())
+print(f"{len(snapshots)} steps: {outputs[-1].outputs[0].text}")
+
+# %% [markdown]
+# Here is the pool just before the last step. Each cell is a slot, with the token whose keys and values it holds.
+
+# %% token-map
+from minikv.viz import token_map
+
+before_last = outputs[-2]
+token_ids = before_last.prompt_token_ids + before_last.outputs[0].token_ids
+tokens = [small.tokenizer.decode([token_id]) for token_id in token_ids]
+figure, drawn = token_map(snapshots[-2], "plants", tokens, len(before_last.prompt_token_ids))
+assert len(drawn) == reports[-2].live == len(tokens) - 1
+figure
+
+# %% [markdown]
+# Three things to notice.
+#
+# - The tokens lie in order, and the answer goes on where the prompt ends, in the middle of a block.
+# - The token sampled last has no slot yet. Its keys and values do not exist: the *next* step computes them. Keep this in mind: many a program in this field is off by one because its author did not.
+# - The striped slots are **reserved**: `max_tokens` allows the answer to come that far. The dotted ones are **internal** waste: they belong to the slab, and this request can never use them.
+
+# %% [markdown]
+# Now the same run over time: one row for each step, the whole pool from left to right.
+#
+# **Predict.** What does the first row look like, and what does the last?
+
+# %% over-steps
+from minikv.viz import pool_over_steps
+
+figure, rows = pool_over_steps(snapshots, title="One answer in the pool")
+assert [row.count("live") for row in rows] == [report.live for report in reports]
+figure
+
+# %% [markdown]
+# The first step fills the slots of the whole prompt at once. Each later step adds one. When the answer ends, the slab is given back as a whole, and the last row is empty. Nothing is erased: the slots merely belong to nobody.
+#
+# The next cell draws the pool at single steps. With a running kernel it is a player: press play, or move the slider with the arrow keys.
+
+# %% player
+from minikv.viz import pool_player
+
+pool_player(snapshots, blocks_per_row=6)
+
+# %% [markdown]
+# ## Many requests, one pool
+#
+# An engine rarely serves one person at a time. Let us queue four questions at once. In each step, all running requests get their next token together.
+#
+# **Predict.** The pool is three slabs long. What happens to the fourth question, and when?
+
+# %% four-questions
+questions = {
+    "plants": "What is photosynthesis? Answer in one sentence.",
+    "Japan": "What is the capital of Japan?",
+    "gravity": "What is gravity? Answer in one sentence.",
+    "week": "How many days are in a week?",
+}
+for name, text in questions.items():
+    chat = [{"role": "user", "content": text}]
+    small.add_request(chat, SamplingParams(max_tokens=48), request_id=name)
+
+# %% serve-four
+snapshots, answers = [], {}
+while small.has_unfinished_requests():
+    for output in small.step():
+        answers[output.request_id] = output
+    snapshots.append(snapshot(small, step=len(snapshots) + 1))
+
+for name, output in answers.items():
+    print(f"{name} ({len(output.prompt_token_ids)} tokens): {output.outputs[0].text}")
+
+# %% four-over-steps
+figure, rows = pool_over_steps(snapshots, title="Four questions in a pool of three slabs")
+assert max(len(row.requests) for row in rows) == 3
+figure
+
+# %% most-at-once tags=["nbval-check-output"]
+first = rows[0]
+num_live, num_free = first.count("live"), first.count("free")
+num_empty = len(first.states) - num_live - num_free
+print(f"after step 1: {len(first.requests)} run, {len(questions) - len(first.requests)} waits")
+print(f"live: {num_live}, free: {num_free}, held but empty: {num_empty}")
+
+# %% [markdown]
+# Three questions are answered side by side, and each in its own slab. The fourth waits: no slot is free, though 173 slots are held with nothing in them, and its prompt would take 38. As soon as the shortest answer ends, its slab is free, and the fourth question moves in with the next step, while its neighbours go on undisturbed. It does not have to wait until all three are done. That is *iteration-level scheduling*, which you build in chapter 02.
+#
+# Had each request held only the blocks that it filled, the fourth could have started at once. That is *paging*: chapter 04.
+#
+# *What this does not show:* how fast any of it is, or what happens when requests keep coming. Chapters 06 and 08 measure that.
+
+# %% [markdown]
+# ## The map
+#
+# | | chapter | you build | you see | minutes |
+# |---|---|---|---|---|
+# | 00 | **welcome** (you are here) | nothing | a first answer, and its place in the pool | 15 <!-- source: the authors' estimates, exercises included --> |
+# | 01 | one token at a time *(coming)* | a KV cache: growing, then preallocated | prefill and decode; why decoding is bound by memory | 75 |
+# | 02 | many requests *(coming)* | slabs, padded batches, iteration-level batching | reserved and internal waste | 75 |
+# | 03 | fragmentation *(coming)* | first fit and its relatives, compaction | 40% free, and no room | 75 |
+# | 04 | paged blocks *(coming)* | a block pool, block tables, slot mapping | chapter 03's trace again, the paradox gone | 75 |
+# | 05 | paged attention *(coming)* | attention through block tables | the same logits, and what indirection costs | 90 |
+# | 06 | scheduling under pressure *(coming)* | admission, preemption, chunked prefill | who waits, and how long | 90 |
+# | 07 | prefix sharing *(coming)* | reference counts, copy-on-write, hashes, eviction | time and memory saved, and isolation | 90 |
+# | 08 | the whole engine *(coming)* | nothing new: measurements | minikv beside other engines and the hardware's limit | 60 |
+# | 09 | on call *(coming)* | diagnoses of six incidents | symptoms, and what each remedy does alone | 75 |
+# | 10 | the papers, and beyond one machine *(coming)* | predictions | published figures, reproduced | 60 |
+#
+# Each chapter stands on those before it. If you know Python and have used PyTorch a little, you have what you need.
+
+# %% [markdown]
+# ## How exercises work
+#
+# From chapter 01 on, each chapter has a notebook of exercises. In a terminal, in the course's folder:
+#
+# ```
+# python -m minikv start 01      copies the exercises of chapter 01 to work/
+# python -m minikv check 01      checks your answers, one by one
+# python -m minikv reset 01      restores exercises as shipped, and keeps a backup
+# python -m minikv progress      shows what is done
+# ```
+#
+# Work in the copy in `work/`: updates of the course never touch it. Answer where a cell says `raise NotImplementedError`, and run the check cell below it. A check that fails names the mistake and shows the smallest case that it fails on. Each exercise states its time and difficulty, and has three hints, folded: a nudge, the idea, an outline. Open them one at a time.
+#
+# Your answers are used for real: your own classes run inside the engine, under a real model.
+
+# %% [markdown]
+# ## How to use this course
+#
+# - Run the cells in order, from top to bottom. Where something looks odd, *Kernel, Restart and Run All* sets it right.
+# - Change things. The notebooks are yours, and git brings back what you break.
+# - Notebooks import the engine; they never define it. `show` prints any part of it as it stands in the package, so that text and code cannot drift apart:
+
+# %% show-step
+from minikv import show
+
+show(LLM.step)
+
+# %% [markdown]
+# ## What `minikv` is made of
+#
+# The engine stands in floors, and each imports only the floors below it. This is what exists so far, lowest floor first, with the lines of code in each part. By the end of the course you will have taken every one of them apart.
+
+# %% house
+from minikv.viz import lines_of_minikv
+
+for part in lines_of_minikv():
+    print(f"{part.num_lines:5}  {part.name:14} {part.about}")
+print(f"{sum(part.num_lines for part in lines_of_minikv()):5}  in all")
+
+# %% [markdown]
+# Next: chapter 01, where you write the loop that makes one token after the other, and find out why it needs a cache.

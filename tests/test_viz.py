@@ -1,0 +1,240 @@
+"""Figures: they draw what the manager holds, read in greyscale, and leave no trace."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+import minikv.viz.widgets as widgets
+from minikv.engine import LLM
+from minikv.request import SamplingParams
+from minikv.viz import house, pool, style
+from minikv.viz.first_light import QUESTIONS, first_light
+
+ROOT = Path(__file__).resolve().parents[1]
+STATES = (pool.LIVE, pool.RESERVED, pool.INTERNAL, pool.FREE)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A real engine with three requests in a pool of three slabs: (snapshots, reports, tables)."""
+    llm = LLM("tiny", max_model_len=48, num_gpu_blocks_override=9)
+    for name, length in (("a", 5), ("b", 12), ("c", 20), ("d", 7)):
+        llm.add_request(list(range(1, length + 1)), SamplingParams(12, ignore_eos=True), name)
+    snapshots, reports, tables = [], [], []
+    while llm.has_unfinished_requests():
+        llm.step()
+        snapshots.append(pool.snapshot(llm))
+        reports.append(llm.memory_report())
+        tables.append({name: list(table) for name, table in llm.manager.tables.items()})
+    return snapshots, reports, tables
+
+
+def test_a_snapshot_agrees_with_the_managers_own_report(run):
+    for snap, report, tables in zip(*run, strict=True):
+        slots = pool.slots_of(snap)
+        assert [slots.count(state) for state in STATES] == [
+            report.live,
+            report.reserved,
+            report.internal,
+            report.free,
+        ]
+        for slot, owner in enumerate(slots.owners):
+            block = slot // snap.block_size
+            assert owner == next((n for n, table in tables.items() if block in table), None)
+
+
+def test_a_snapshot_does_not_change_with_the_engine():
+    llm = LLM("tiny", max_model_len=48, num_gpu_blocks_override=9)
+    llm.add_request([1, 2, 3], SamplingParams(4, ignore_eos=True), "a")
+    llm.step()
+    snap = pool.snapshot(llm)
+    before = pool.slots_of(snap)
+    while llm.has_unfinished_requests():
+        llm.step()
+    assert pool.slots_of(snap) == before and before.count(pool.LIVE, "a") == 3
+
+
+def test_every_figure_returns_what_it_drew(run):
+    snapshots, reports, _ = run
+    _, slots = pool.pool_map(snapshots[0])
+    assert slots == pool.slots_of(snapshots[0]) and slots.requests == ["a", "b", "c"]
+    _, rows = pool.pool_over_steps(snapshots)
+    assert [row.count(pool.LIVE) for row in rows] == [report.live for report in reports]
+    _, panels = pool.pool_at_steps(snapshots, count=4)
+    assert len(panels) == 4 and (panels[0], panels[-1]) == (rows[0], rows[-1])
+
+
+def test_the_drawn_rectangles_are_the_data(run):
+    """Area by state on the axes, in slots: the data could be right and the picture wrong."""
+    snapshots, _, _ = run
+    card, rows = pool.pool_over_steps(snapshots)
+    area = dict.fromkeys(STATES, 0)
+    for patch in card.axes[0].patches[1:]:  # the first is the white pool
+        hatch = patch.get_hatch() or ""
+        state = pool.RESERVED if "/" in hatch else pool.INTERNAL if "." in hatch else pool.LIVE
+        area[state] += round(patch.get_width() * patch.get_height())
+    for state in STATES[:3]:
+        assert area[state] == sum(row.count(state) for row in rows)
+
+
+def test_scattered_and_shared_blocks_are_drawn_where_they_are():
+    snap = pool.PoolSnapshot(
+        step=3,
+        num_blocks=6,
+        block_size=2,
+        tables={"a": (4, 1), "b": (4, 0)},
+        num_live={"a": 3, "b": 4},
+        max_live={"a": 3, "b": 4},
+    )
+    _, slots = pool.pool_map(snap, blocks_per_row=2)
+    assert slots.owners == ("b", "b", "a", "a", None, None, None, None, "a", "a", None, None)
+    assert slots.states[:4] == ("live", "live", "live", "internal")
+    assert slots.count("free") == 6
+
+
+def test_token_map_says_which_token_lies_in_which_slot(run):
+    snap = run[0][0]  # after the first step, with one sampled token that has no slot
+    tokens = [f"t{i}" for i in range(13)]
+    card, drawn = pool.token_map(snap, "b", tokens, 12)
+    first = snap.tables["b"][0] * snap.block_size
+    assert drawn == {first + i: f"t{i}" for i in range(12)}
+    assert "'t12'" in card.axes[0].get_xlabel()
+
+
+def test_first_light_takes_any_answers(run):
+    snapshots, _, _ = run
+    rename = dict(zip("abcd", QUESTIONS, strict=True))
+    renamed = [
+        snap._replace(
+            tables={rename[k]: v for k, v in snap.tables.items()},
+            num_live={rename[k]: v for k, v in snap.num_live.items()},
+            max_live={rename[k]: v for k, v in snap.max_live.items()},
+        )
+        for snap in snapshots
+    ]
+    card, rows = first_light(renamed)
+    assert rows == [pool.slots_of(snap) for snap in renamed] and card.png()
+
+
+# --- the look ----------------------------------------------------------------------------------
+
+
+def test_colours_stay_apart_in_greyscale():
+    levels = [style.lightness(colour) for colour in style.COLOURS]
+    for a, b in itertools.combinations(levels, 2):
+        assert abs(a - b) >= 9
+    assert max(levels) <= style.lightness(style.CARD) - 8
+
+
+def test_states_differ_in_lightness_or_hatch():
+    for colour in style.COLOURS:
+        fills = [pool.fill(state, colour) for state in STATES]
+        for a, b in itertools.combinations(fills, 2):
+            lightness = abs(style.lightness(a["facecolor"]) - style.lightness(b["facecolor"]))
+            assert a.get("hatch") != b.get("hatch") or lightness >= 10
+
+
+def test_text_reads_on_what_it_stands_on():
+    def contrast(a, b):  # WCAG 2, from L* back to luminance
+        ys = sorted(((style.lightness(c) + 16) / 116) ** 3 for c in (a, b))
+        return (ys[1] + 0.05) / (ys[0] + 0.05)
+
+    assert contrast(style.INK, style.CARD) >= 7 and contrast(style.MUTED, style.CARD) >= 4.5
+    for colour in style.COLOURS:
+        assert contrast(style.ink_on(colour), colour) >= 4.5
+
+
+def test_every_figure_has_alt_text_and_a_light_background(run):
+    snapshots, _, _ = run
+    cards = [
+        pool.pool_map(snapshots[0])[0],
+        pool.pool_over_steps(snapshots)[0],
+        pool.pool_at_steps(snapshots)[0],
+        pool.token_map(snapshots[0], "a", ["x"] * 6, 5)[0],
+    ]
+    for card in cards:
+        assert "slots" in card.alt
+        data, metadata = card._repr_mimebundle_()
+        assert data["image/png"].startswith(b"\x89PNG") and data["text/plain"] == card.alt
+        assert metadata["image/png"]["alt"] == card.alt
+        assert matplotlib.colors.to_hex(card.get_facecolor()) == style.CARD.lower()
+
+
+def test_a_figure_is_the_same_bytes_each_time_and_leaves_no_trace(run):
+    before = dict(matplotlib.rcParams)
+    first = pool.pool_map(run[0][0])[0].png()
+    assert first == pool.pool_map(run[0][0])[0].png()
+    assert dict(matplotlib.rcParams) == before
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or pyplot.get_fignums() == []
+
+
+def test_figures_need_neither_torch_nor_pyplot():
+    code = "import sys, minikv.viz; print({'torch', 'matplotlib.pyplot'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr
+
+
+# --- widgets -----------------------------------------------------------------------------------
+
+
+def test_without_a_kernel_a_player_is_a_figure(run):
+    assert isinstance(widgets.pool_player(run[0]), style.Card)
+
+
+def test_minikv_static_wins_over_a_live_kernel(run, monkeypatch):
+    monkeypatch.setattr("IPython.get_ipython", lambda: type("Shell", (), {"kernel": object()}))
+    monkeypatch.setitem(os.environ, "MINIKV_STATIC", "1")
+    assert not style.is_live()
+    assert isinstance(widgets.pool_player(run[0]), style.Card)
+    assert "text/html" not in pool.pool_map(run[0][0])[0]._repr_mimebundle_()[0]
+    monkeypatch.delitem(os.environ, "MINIKV_STATIC")
+    assert style.is_live()
+
+
+def test_the_player_shows_the_step_of_its_slider(run, monkeypatch):
+    monkeypatch.setattr(widgets, "is_live", lambda: True)
+    snapshots = run[0]
+    box = widgets.pool_player(snapshots)
+    (play, slider), image = box.children[0].children, box.children[1]
+    assert (slider.min, slider.max, play.max) == (1, len(snapshots), len(snapshots))
+    for index in (0, 2, len(snapshots) - 1):
+        slider.value = index + 1
+        assert f"After step {snapshots[index].step}:" in re.search('alt="(.*?)"', image.value)[1]
+
+
+# --- the house, and the map in chapter 00 ------------------------------------------------------
+
+
+def test_lines_of_minikv_count_code_alone(tmp_path):
+    tmp_path.joinpath("request.py").write_text(
+        '"""What it is.\n\nMore."""\n\nimport os  # why\n\n# a comment\n\n\n'
+        'def f():\n    """Docs."""\n    return """two\nlines"""\n'
+    )
+    folder = tmp_path / "model"
+    folder.mkdir()
+    folder.joinpath("__init__.py").write_text("")
+    folder.joinpath("b.py").write_text("x = (\n    1\n)\n")
+    found = house.lines_of_minikv(package=tmp_path)
+    assert found == [("request.py", 4, "What it is."), ("model/", 3, "b")]
+
+
+def test_the_engines_parts_are_in_the_order_of_their_floors():
+    names = [part.name.removesuffix(".py").rstrip("/") for part in house.lines_of_minikv()]
+    assert names == [name for name in house.ENGINE if name in names] and "engine" in names
+
+
+def test_the_map_in_chapter_00_marks_exactly_the_chapters_to_come():
+    """Fails when a chapter lands: then its line in notebooks/src/00_welcome.py loses its mark."""
+    text = (ROOT / "notebooks" / "src" / "00_welcome.py").read_text(encoding="utf-8")
+    lines = re.findall(r"^# \| (\d\d) \|(.*)$", text, re.M)
+    assert [number for number, _ in lines] == [f"{n:02d}" for n in range(11)]
+    for number, line in lines:
+        sources = list((ROOT / "notebooks" / "src").glob(f"{number}_*.py"))
+        assert bool(sources) != ("*(coming)*" in line), f"chapter {number} in the map of chapter 00"
