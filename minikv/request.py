@@ -4,6 +4,7 @@ Nothing here knows a tokenizer, a clock or a tensor.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -70,7 +71,10 @@ class SamplingParams:
         put("top_p", _require_number("top_p", self.top_p, above=0, at_most=1))
         put("n", require_int("n", self.n, at_least=1))
         if self.seed is not None:
-            put("seed", require_int("seed", self.seed, at_least=0))
+            put("seed", require_int("seed", self.seed, at_least=0, at_most=2**64 - 1))
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), Iterable | None):
+                raise TypeError(f"{name} must be a list, not {getattr(self, name)!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for text in stop:
             if not isinstance(text, str) or not text:
