@@ -69,7 +69,7 @@ class FakeClock:
         return self.t
 
     def advance_to(self, t):
-        expect(t >= self.t, f"time would run back from {self.t} to {t}")
+        expect(t > self.t, f"at {self.t}, a wait until {t} would never end")
         self.waits.append((self.t, t))
         self.t = t
 

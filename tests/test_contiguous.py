@@ -353,6 +353,13 @@ def test_the_base_counts_and_reports_from_the_tables():
     assert not manager.requests
 
 
+def test_the_base_counts_a_shared_block_once():
+    manager = Bare(8, 2)
+    manager.set_table(new("a"), [1, 2])
+    manager.set_table(new("b"), [1, 3])
+    assert manager.num_free_blocks == 5
+
+
 def test_check_sees_a_free_count_that_is_wrong():
     class Wrong(Bare):
         num_free_blocks = 8

@@ -28,9 +28,11 @@ NAN, INF = math.nan, math.inf
         *[("top_p", value, TypeError, "a number") for value in (True, "1", None)],
         *[("n", value, ValueError, "at least 1") for value in (0, -3)],
         *[("n", value, TypeError, "whole number") for value in (2.0, NAN, True, "2", None)],
-        ("seed", -1, ValueError, "at least 0"),
+        *[("seed", value, ValueError, f"from 0 to {2**64 - 1}") for value in (-1, 2**64)],
         *[("seed", value, TypeError, "whole number") for value in (0.5, NAN, True, "7")],
         *[("stop", value, ValueError, "non-empty string") for value in ("", [""], ["a", ""], [1])],
+        ("stop", 5, TypeError, "must be a list"),
+        *[("stop_token_ids", value, TypeError, "must be a list") for value in (0, 7, 1.5)],
         ("stop_token_ids", [3, -1], ValueError, "at least 0"),
         *[
             ("stop_token_ids", [value], TypeError, "whole number")
@@ -63,6 +65,7 @@ def test_sampling_params_are_refused(name, value, error, limit):
         ("top_p", 1e-9, 1e-9),
         ("n", 3, 3),
         ("seed", 0, 0),
+        ("seed", 2**64 - 1, 2**64 - 1),
         ("seed", None, None),
         ("stop", "end", ("end",)),
         ("stop", ["a", "bc"], ("a", "bc")),

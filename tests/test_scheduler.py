@@ -314,6 +314,16 @@ def test_abort_wherever_a_request_stands():
     assert core.manager.num_free_blocks == PLENTY and not scheduler.has_unfinished_requests
 
 
+def test_a_late_abort_does_not_hit_the_next_bearer_of_the_name():
+    old, young = new("a", 3, 1), new("a", 3, 4)
+    core = core_with(old)
+    steps_of(core)
+    core.scheduler.add(young)
+    steps_of(core, 2)
+    assert core.scheduler.abort(old) == []
+    assert steps_of(core) == ["a:1", "a:1"] and young.token_ids == reference_of(young)
+
+
 # -- preemption --------------------------------------------------------------------------------
 
 
@@ -447,7 +457,8 @@ def fan_out(num_prompt_tokens, **limits):
     scheduler = Scheduler(manager, **limits)
     scheduler.add(samples[0])
     scheduled, _ = scheduler.schedule()
-    scheduler.update(scheduled, [1], 0.0, 0)
+    samples[0].first_scheduled_time = 4.0  # as the loop does
+    scheduler.update(scheduled, [1], 5.0, 0)
     return scheduler, samples
 
 
@@ -456,6 +467,7 @@ def test_a_forked_sample_runs_the_last_prompt_token_itself():
     assert sorted(scheduler.manager.forks) == [("a0", "a1", 3), ("a0", "a2", 3)]
     assert [r.num_computed_tokens for r in samples] == [4, 3, 3]
     assert [r.num_cached_tokens for r in samples] == [0, 3, 3]
+    assert [r.first_scheduled_time for r in samples] == [4.0, 4.0, 4.0]
     scheduled, _ = scheduler.schedule()
     assert sorted((r.request_id, n) for r, n in scheduled) == [("a0", 1), ("a1", 1), ("a2", 1)]
     assert not samples[0].children
@@ -466,6 +478,7 @@ def test_no_more_samples_are_forked_than_may_run():
     assert len(scheduler.running) == 2 and len(scheduler.waiting) == 1
     (queued,) = scheduler.waiting
     assert (queued.num_computed_tokens, queued.num_cached_tokens) == (0, -1)
+    assert queued.first_scheduled_time is None
 
 
 def test_a_prompt_of_one_token_has_nothing_to_share():
@@ -490,6 +503,7 @@ def test_abort_of_the_parent_before_the_samples_start_ends_them(num_steps):
     steps_of(core, num_steps)
     assert core.scheduler.abort(samples[0], 7.0) == samples
     assert [(r.finish_reason, r.finish_time) for r in samples] == [("abort", 7.0)] * 3
+    assert not samples[0].children
     assert not core.scheduler.has_unfinished_requests
     assert core.manager.num_free_blocks == PLENTY
 
