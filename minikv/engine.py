@@ -270,10 +270,12 @@ class LLM:
         return self._pieces(job)
 
     def _pieces(self, job):
-        for output in self._drive([job]):
-            if output.error:
-                raise RuntimeError(output.error)
-            piece = job.samples[0].detokenizer.next_piece(final=output.finished)
+        request, detokenizer = job.samples[0].request, job.samples[0].detokenizer
+        # Once more at the end: another caller's step() may have had the last output.
+        for _ in itertools.chain(self._drive([job]), [None]):
+            if request.error:
+                raise RuntimeError(request.error)
+            piece = detokenizer.next_piece(final=request.finish_reason is not None)
             if piece:
                 yield piece
 
@@ -307,9 +309,12 @@ class LLM:
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {request_id!r}")
         sample_ids = _sample_ids(request_id, params.n)
-        taken = [sample_id for sample_id in sample_ids if sample_id in self._samples]
+        taken = [sample_id for sample_id in sample_ids if self._is_taken(sample_id)]
         if taken:
-            raise ValueError(f"request_id {taken[0]!r} is taken by a request that still runs")
+            raise ValueError(
+                f"request_id {taken[0]!r} is taken by a request that still runs, or whose last "
+                "output step() has yet to return"
+            )
 
         text, token_ids = self._tokenize(prompt)
         if not token_ids:
@@ -355,8 +360,11 @@ class LLM:
         return next(
             request_id
             for request_id in map(str, self._ids)
-            if not any(sample_id in self._samples for sample_id in _sample_ids(request_id, n))
+            if not any(map(self._is_taken, _sample_ids(request_id, n)))
         )
+
+    def _is_taken(self, sample_id):
+        return sample_id in self._samples or sample_id in self._held
 
     def _tokenize(self, prompt):
         """(text or None, token ids)"""
