@@ -92,12 +92,12 @@ class Card(Figure):
         with open(path, "wb") as file:
             file.write(self.png(dpi))
 
-    def img(self, style="") -> str:
+    def img(self) -> str:
         """An HTML element with its alt text. JupyterLab gives a plain PNG none."""
         width, height = self._shown_size()
         data, alt = base64.b64encode(self.png()).decode(), html.escape(self.alt, quote=True)
-        source = f"data:image/png;base64,{data}"
-        return f'<img width="{width}" height="{height}" style="{style}" alt="{alt}" src="{source}">'
+        size = f'width="{width}" height="{height}" style="max-width:100%;height:auto"'
+        return f'<img {size} alt="{alt}" src="data:image/png;base64,{data}">'
 
     def _shown_size(self):
         """Pixels on a page: half of those in the file, so that it is sharp on any screen."""

@@ -29,7 +29,7 @@ def step_player(states, draw, *, milliseconds=400):
 
     def picture(index):
         if index not in pictures:
-            pictures[index] = draw(states[index]).img("max-width:100%;height:auto")
+            pictures[index] = draw(states[index]).img()
         return pictures[index]
 
     last = len(states) - 1

@@ -91,8 +91,9 @@ print(f"live: {report.live} slots hold keys and values")
 print(f"held: {held:,} slots, {held / report.live:.0f} times as many")
 
 # %% after-guess
-print(f"your guess: {guess:,}")
-print("stopped:", llm.abort("plants"), "| slots held now:", num_slots - llm.memory_report().free)
+llm.abort("plants")
+print(f"your guess: {guess:,}, measured: {held:,}")
+print(f"held after the request was stopped: {num_slots - llm.memory_report().free}")
 
 # %% [markdown]
 # The request holds 8,192 slots, though only 59 of them contain anything. Nobody knows how long an answer will be, and this engine's first cache takes no risk: it reserves a **slab**, consecutive slots for the longest sequence that the model allows. Serving systems did just that until about 2023. <!-- source: Kwon et al. 2023, section 3.1 -->
