@@ -1,4 +1,4 @@
-"""What a model costs in memory: facts read from its configuration, never from its weights."""
+"""What a model costs in memory, and what a GPU has: facts of configurations and datasheets."""
 
 from dataclasses import dataclass
 
@@ -41,3 +41,52 @@ class ModelSpec:
     @property
     def parameter_bytes(self) -> int:
         return self.num_parameters * self.dtype_bytes
+
+
+# Fields of each model's config.json on the Hugging Face hub; num_parameters is what those fields
+# add up to (tests/test_specs.py builds each model without memory and counts).
+MODELS = {
+    spec.name: spec
+    for spec in (
+        # HuggingFaceTB/SmolLM2-135M-Instruct
+        ModelSpec("SmolLM2-135M", 30, 9, 3, 64, 576, 49_152, 134_515_008, 8_192),
+        # mistralai/Mistral-7B-v0.3
+        ModelSpec("Mistral 7B v0.3", 32, 32, 8, 128, 4_096, 32_768, 7_248_023_552, 32_768),
+        # meta-llama/Llama-3.1-8B and -70B
+        ModelSpec("Llama 3.1 8B", 32, 32, 8, 128, 4_096, 128_256, 8_030_261_248, 131_072),
+        ModelSpec("Llama 3.1 70B", 80, 64, 8, 128, 8_192, 128_256, 70_553_706_496, 131_072),
+        # Qwen/Qwen3-8B
+        ModelSpec("Qwen3-8B", 36, 32, 8, 128, 4_096, 151_936, 8_190_735_360, 40_960),
+    )
+}
+
+
+@dataclass(frozen=True)
+class GPU:
+    """Three numbers of a datasheet, at face value: G is 10^9, and no software reaches them all."""
+
+    name: str
+    memory_gb: int
+    bandwidth: float  # bytes/s
+    bf16_flops: float  # FLOP/s of dense products with fp32 accumulation, without sparsity
+    source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_gb * 10**9
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte above which compute, not memory, sets the pace."""
+        return self.bf16_flops / self.bandwidth
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("RTX 4090", 24, 1_008e9, 165.2e12, "NVIDIA Ada GPU architecture whitepaper"),
+        GPU("A100 40GB SXM", 40, 1_555e9, 312e12, "NVIDIA A100 datasheet, 2020"),
+        GPU("A100 80GB SXM", 80, 2_039e9, 312e12, "NVIDIA A100 80GB datasheet, 2021"),
+        GPU("H100 SXM", 80, 3_350e9, 989e12, "NVIDIA H100 datasheet; 1,979 with sparsity"),
+    )
+}
