@@ -83,11 +83,12 @@ guess = 64  # slots: change it
 
 # %% first-waste tags=["nbval-check-output"]
 llm.add_request(question, SamplingParams(max_tokens=22, ignore_eos=True), request_id="plants")
-for _ in range(21):
+num_steps = 21
+for _ in range(num_steps):
     llm.step()
 report = llm.memory_report()
 held = report.live + report.reserved + report.internal
-print(f"live: {report.live} slots hold keys and values")
+print(f"live after {num_steps} steps: {report.live} slots hold keys and values")
 print(f"held: {held:,} slots, {held / report.live:.0f} times as many")
 
 # %% after-guess
@@ -219,7 +220,7 @@ print(f"live: {num_live}, free: {num_free}, held but empty: {num_empty}")
 # | | chapter | you build | you see | minutes |
 # |---|---|---|---|---|
 # | 00 | **welcome** (you are here) | nothing | a first answer, and its place in the pool | 15 <!-- source: the authors' estimates, exercises included --> |
-# | 01 | one token at a time *(coming)* | a KV cache: growing, then preallocated | prefill and decode; why decoding is bound by memory | 75 |
+# | 01 | [one token at a time](01_one_token.ipynb) | a KV cache: growing, then preallocated | prefill and decode; why decoding is bound by memory | 75 |
 # | 02 | many requests *(coming)* | slabs, padded batches, iteration-level batching | reserved and internal waste | 75 |
 # | 03 | fragmentation *(coming)* | first fit and its relatives, compaction | 40% free, and no room | 75 |
 # | 04 | paged blocks *(coming)* | a block pool, block tables, slot mapping | chapter 03's trace again, the paradox gone | 75 |
