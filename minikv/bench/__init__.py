@@ -261,6 +261,7 @@ def _print_table(rows):
 
 
 def _profile(args):
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler logs every start and stop
     settings = _settings(args)
     from minikv.bench import engines as E
     from minikv.bench import machine

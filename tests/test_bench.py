@@ -1,0 +1,282 @@
+"""`python -m minikv bench`: what it reports, not how fast anything is."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minikv import bench
+from minikv.bench import engines, machine, steptime
+from minikv.bench import workload as workload_module
+from minikv.bench.workload import MAX_MODEL_LEN, make_workload
+
+ENGINES = ["minikv-2", "generate-2", "generate_batch-2"]
+SETTINGS = engines.Settings(model="tiny", dtype="float32", device="cpu")
+
+# A vLLM that gives as many tokens as it is asked for, but speaks no arithmetic.
+FAKE_VLLM = """
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
+        self.max_tokens = max_tokens
+class Output:
+    def __init__(self, n):
+        self.token_ids, self.outputs = [7] * n, [self]
+class Engine:
+    def step(self):
+        return []
+class LLM:
+    def __init__(self, model, dtype, max_num_seqs, max_model_len, **options):
+        print("loading", model, dtype)
+        self.llm_engine = Engine()
+    def generate(self, prompts, params, use_tqdm):
+        self.llm_engine.step(), self.llm_engine.step()
+        return [Output(p.max_tokens) for p in params]
+__version__ = "0"
+"""
+
+
+def small_workload(num_requests=5):
+    """Short enough for a test; requests of unlike lengths, more than run at once."""
+    items = make_workload(num_requests, vocab_size=256)
+    return [
+        item._replace(prompt_token_ids=item.prompt_token_ids[: 3 + 9 * i], num_output_tokens=2 + i)
+        for i, item in enumerate(items)
+    ]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Few tokens and few steps for the whole command."""
+    monkeypatch.setattr(workload_module, "OUTPUT_TOKENS", (3, 6))
+    monkeypatch.setattr(steptime, "NUM_STEPS", 4)
+
+
+def run_bench(capsys, *argv):
+    status = bench.main(["--model", "tiny", "--dtype", "float32", "--device", "cpu", *argv])
+    return status, capsys.readouterr()
+
+
+# -- the workload ---------------------------------------------------------------------------
+
+
+def test_workload_is_pinned():
+    workload = make_workload(64, vocab_size=49152)
+    lengths = [(len(ids), n) for ids, n in workload]
+    assert lengths[:4] == [(344, 178), (262, 44), (214, 124), (122, 150)]
+    assert workload[0].prompt_token_ids[:5] == [44186, 14695, 44340, 33036, 43766]
+    assert (sum(p for p, _ in lengths), sum(n for _, n in lengths)) == (13680, 7177)
+    assert max(p + n for p, n in lengths) <= MAX_MODEL_LEN
+
+
+def test_lengths_do_not_depend_on_the_vocabulary():
+    small, large = make_workload(8, vocab_size=259), make_workload(8, vocab_size=100_000)
+    assert [(len(a), n) for a, n in small] == [(len(a), n) for a, n in large]
+    assert all(20 <= t < 259 for ids, _ in small for t in ids)
+
+
+# -- engines --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_makes_exactly_the_tokens_asked_for(name):
+    kind, num_seqs = engines.parse(name)
+    workload = small_workload()
+    engine = engines.KINDS[kind](SETTINGS, num_seqs)
+    try:
+        for _ in range(2):  # a second round starts where the first one started
+            run = engine.run(workload)
+            assert run.num_tokens == [n for _, n in workload]
+            assert run.seconds > 0 and run.peak_kv_bytes > 0
+            if kind == "generate":
+                assert run.steps == 3 + 5 + 6  # the longest output of each batch of two
+                positions = len(workload[3].prompt_token_ids) + 5 - 1
+                assert run.peak_kv_bytes == 2 * positions * SETTINGS.spec.kv_bytes_per_token
+            else:
+                assert 10 <= run.steps <= 20  # 20 output tokens, two at once
+    finally:
+        engine.close()
+
+
+def test_peak_kv_of_minikv_is_its_slabs():
+    run = engines.Minikv(SETTINGS, 2).run(small_workload())
+    slab = -(-MAX_MODEL_LEN // 16) * 16
+    assert run.peak_kv_bytes == 2 * slab * SETTINGS.spec.kv_bytes_per_token
+
+
+def test_vllm_worker(tmp_path, capsys):
+    """The worker's protocol, with a fake in vLLM's place and a Python of its own."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    python = tmp_path / "python"
+    inject = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    inject += "import runpy; runpy.run_path(sys.argv[-1], run_name='__main__')"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{inject}" "$@"\n')
+    python.chmod(0o755)
+    folder = tmp_path / "model"
+    loaded = SETTINGS.load()
+    loaded.model.save_pretrained(folder)
+    capsys.readouterr()
+    argv = ["--engines", "vllm-2", "--requests", "2", "--rounds", "1"]
+    argv += ["--vllm-python", str(python), "--json", str(tmp_path / "out.json")]
+    status, out = run_bench(capsys, *argv, "--model", str(folder))
+    assert status == 0, out.err
+    row = json.loads((tmp_path / "out.json").read_text())["rows"][0]
+    assert (row["engine"], row["steps"], row["peak_kv_bytes"]) == ("vllm", 2, None)
+
+    (tmp_path / "vllm.py").write_text("raise ImportError('no kernels for this CPU')")
+    status, out = run_bench(capsys, *argv, "--model", str(folder))
+    assert status == 1 and "no kernels for this CPU" in out.err
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def test_json_and_table(capsys, tmp_path, quick):
+    file = tmp_path / "out.json"
+    status, out = run_bench(
+        capsys, "--requests", "2", "--rounds", "2", "--json", str(file), "--engines", *ENGINES
+    )
+    assert status == 0
+    result = json.loads(file.read_text())
+    assert [(row["engine"], row["max_num_seqs"]) for row in result["rows"]] == [
+        engines.parse(name) for name in ENGINES
+    ]
+    useful = result["workload"]["output_tokens"]
+    for row in result["rows"]:
+        low, high = row["useful_tok_per_s_range"]
+        assert 0 < low <= row["useful_tok_per_s"] <= high
+        assert low == pytest.approx(useful / row["seconds_range"][1])
+        assert row["dtype"] == "float32" and row["steps"] > 0 and row["peak_kv_bytes"] > 0
+        assert len(row["cores_busy_with_others"]) == result["rounds"] == 2
+        assert f"{row['useful_tok_per_s']:.1f}" in out.out
+    assert result["rows"][1]["ratio_to_generate"] == 1
+    assert result["machine"]["torch"] == torch.__version__
+    assert "round 2" in out.err  # the progress bar
+
+
+def test_vllm_is_left_out_with_a_word(capsys, quick):
+    status, out = run_bench(
+        capsys, "--requests", "1", "--rounds", "1", "--engines", "minikv-1", "vllm-1"
+    )
+    assert status == 0
+    assert "vllm is left out: --vllm-python" in out.out
+    assert "\nvllm" not in out.out
+
+
+def test_an_engine_that_makes_fewer_tokens_is_an_error(capsys, monkeypatch, quick):
+    honest = engines.Minikv.run
+
+    def short(self, workload):
+        return honest(self, [item._replace(num_output_tokens=2) for item in workload])
+
+    monkeypatch.setattr(engines.Minikv, "run", short)
+    status, out = run_bench(capsys, "--requests", "2", "--rounds", "1", "--engines", "minikv-2")
+    assert status == 1
+    assert "made 2 tokens for request 0, which asked for" in out.err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--requests", "0"], "--requests is 0"),
+        (["--rounds", "-1"], "--rounds is -1"),
+        (["--engines", "sglang-16"], "'sglang-16' is not known"),
+        (["--engines", "minikv-0"], "'minikv-0' is not known"),
+        (["--engines", "minikv-"], "'minikv-' is not known"),
+        (["--engines", "vllm"], "no engine is left"),
+        (["--engines", "vllm", "--vllm-python", sys.executable], "tiny is made in memory"),
+        (["--vllm-python", "/no/such/python"], "no such file"),
+        (["--json", "/no/such/folder/out.json"], "there is no folder"),
+        (["--json", "/"], "cannot be written"),
+        (["--dtype", "float7"], "float7"),
+        (["--profile", "--engines", "generate-16"], "this engine alone"),
+        (["--profile", "--engines", "minikv-1", "minikv-2"], "this engine alone"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, argv, message):
+    status, out = run_bench(capsys, *argv)
+    assert status == 1
+    lines = [line for line in out.err.splitlines() if line.startswith("minikv bench: ")]
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys\nfrom minikv import bench\n"
+        "try:\n    bench.main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "generate_batch-N" in done.stdout
+
+
+# -- the profile ----------------------------------------------------------------------------
+
+
+def test_profile_adds_up(capsys, tmp_path, quick):
+    file = tmp_path / "out.json"
+    status, out = run_bench(
+        capsys, "--profile", "--requests", "3", "--engines", "minikv-2", "--json", str(file)
+    )
+    assert status == 0
+    profile = json.loads(file.read_text())["profile"]
+    rows = {row["part"]: row for row in profile["rows"]}
+    assert sum(row["ms"] for row in rows.values()) == pytest.approx(profile["step_ms"])
+    assert sum(row["percent"] for row in rows.values()) == pytest.approx(100)
+    assert all(row["ms"] >= 0 for row in rows.values())
+    for part in (
+        "linears",
+        "output head",
+        "norms",
+        "rope",
+        "activation",
+        "attention: gather K and V",
+        "attention: scores and mixing",
+        "sampling",
+        "metadata building",
+        "scheduling and outputs",
+        "Python between the operations",
+    ):
+        assert part in rows, part
+    assert profile["unprofiled_step_ms"] > 0
+    assert "linears" in out.out and "unprofiled" in out.out
+
+
+def test_profile_leaves_the_engine_as_it_was(quick):
+    llm = engines.Minikv(SETTINGS, 2).llm
+    before = llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids
+    steptime.profile_decode(llm, small_workload(2))
+    assert not llm.has_unfinished_requests()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in llm.model.modules())
+    assert "forward" not in vars(llm.model) and "run" not in vars(llm.runner)
+    assert llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids == before
+
+
+# -- the machine ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="needs /proc/stat")
+def test_watch_sees_others_but_not_itself_nor_its_own_process():
+    spin = [sys.executable, "-c", "import time\nwhile time.perf_counter() < 1e18: pass"]
+    process = subprocess.Popen(spin)
+    try:
+        with machine.Watch() as others, machine.Watch(process.pid) as own:
+            end = machine.time.perf_counter() + 0.5
+            while machine.time.perf_counter() < end:
+                pass
+    finally:
+        process.kill()
+        process.wait()
+    assert own.others is not None
+    assert others.others > own.others
+
+
+def test_watch_without_proc(monkeypatch):
+    monkeypatch.setattr(machine, "Path", lambda path: __import__("pathlib").Path("/no") / path[1:])
+    with machine.Watch() as watch:
+        pass
+    assert watch.others is None and not watch.busy
+    assert machine.cpu_name()
