@@ -83,7 +83,8 @@ def _labels(ax, points):
         ax.annotate(
             text,
             (lowest.intensity, lowest.flops / 1e9),
-            xytext=(7, -11),
+            xytext=(7, -11) if len(same) == 1 else (0, -15),
             textcoords="offset points",
+            ha="left" if len(same) == 1 else "center",
             fontsize=8,
         )

@@ -115,7 +115,7 @@ def seconds(function, repeat=3):
 
 def whole_pass(n):
     text = torch.randint(0, spec.vocab_size, (1, n))
-    return seconds(lambda: model(text, use_cache=False, logits_to_keep=1))
+    return seconds(lambda: model(text, use_cache=False, logits_to_keep=1), repeat=2)
 
 
 lengths = [16, 64, 128, 256, 512]
@@ -342,17 +342,17 @@ full = noise_cache(8000)
 one = torch.randn(1, spec.num_kv_heads, 1, spec.head_dim)
 
 
-def copy_all():
-    for kv in full.layers:
-        torch.cat([kv.keys, one], 2), torch.cat([kv.values, one], 2)
+def grow_all():
+    for layer in range(spec.num_layers):
+        full.update(one, one, layer)  # what each layer does before it attends
 
 
-print(f"step at 8000 tokens: {measured[-1][1] * 1e3:.0f} ms, of which copying {seconds(copy_all) * 1e3:.0f} ms")
+print(f"step at 8000 tokens: {measured[-1][1] * 1e3:.0f} ms, of which growing {seconds(grow_all, 6) * 1e3:.0f} ms")
 del full
 
 # %% [markdown]
-# The rest above the floor is attention itself: PyTorch's CPU kernels for a single query do not
-# keep the memory busy all the time. Chapters 5 and 8 return to that.
+# What else lies above the floor is mostly attention itself: PyTorch's CPU kernels for a single query
+# do not keep the memory busy. Chapters 5 and 8 return to that.
 #
 # ### By hand: a slab
 #
@@ -510,7 +510,7 @@ num_weights = sum(m.weight.numel() for m in linears)
 
 def run_linears(rows):
     inputs = {m.in_features: torch.randn(rows, m.in_features) for m in linears}
-    return seconds(lambda: [m(inputs[m.in_features]) for m in linears], 3)
+    return seconds(lambda: [m(inputs[m.in_features]) for m in linears], repeat=2)
 
 
 linear_seconds = {rows: run_linears(rows) for rows in (1, 8, 64, 512)}
@@ -586,8 +586,8 @@ card
 # whatever the length.
 #
 # If you tell a colleague one thing of this chapter, let it be this: *batching makes the weights
-# cheap, and never the KV cache.* It is why a long prompt costs little per token and a long answer
-# much, why servers batch, and why what limits the batch is memory for K and V.
+# cheap, and never the KV cache.* It is why servers batch, and
+# why what limits the batch is memory for K and V.
 #
 # What the picture does not show: marks lie below the roof where a kernel is not perfect, and near the
 # ridge none is. The roof is as good as two simple measurements. And this is a CPU. GPUs have ridges
@@ -677,6 +677,9 @@ assert len(slots) == 13
 card
 
 # %% [markdown]
+# The striped slot is reserved for a token that may come; the dotted ones can never be used, as the
+# answer ends before them. Chapter 2 counts both.
+#
 # > **Predict.** The slots have been given back. What is in them now?
 
 # %% freed-not-erased
@@ -697,12 +700,14 @@ print("live slots:", llm.memory_report().live, "and the old keys are still there
 # - Growing by concatenation copies quadratically many bytes; a slab writes each token once, but
 #   somebody must decide how large it is.
 # - `num_computed_tokens` runs one behind `num_tokens` while decoding.
-# - Prefill is bound by compute, decode by memory; batching helps the weights only.
+# - A long prompt is bound by compute, a decode step by memory; batching helps the weights only.
 # - One request was measured, greedy, in float32, on a CPU. What happens when many share the
 #   memory is the next chapter.
 #
-# The exercises: `python -m minikv start 01`. What `minikv` consists of so far:
+# The exercises: `python -m minikv start 01`. The modules of `minikv` that you know so far, with their
+# lines of code:
 
 # %% lines-so-far tags=["nbval-ignore-output"]
-for part in viz.lines_of_minikv():
-    print(f"{part.name:12} {part.num_lines:5} lines  {part.about}")
+added = ("specs", "kv_cache/base", "model/loader", "model/tiny")
+for part in viz.lines_of_minikv(("request", *added)):
+    print(f"{part.name:16} {part.num_lines:4} lines  {part.about}")
