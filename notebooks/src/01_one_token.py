@@ -574,9 +574,8 @@ for batch in (1, 2, 4, 8):
 card, drawn = roofline.roofline(peak, bandwidth, points)
 assert len({p.intensity for p in points["decode attention"]}) == 1
 for name, marks in points.items():
-    for point in marks:
-        side = "beyond" if point.intensity > drawn["ridge"] else "before"
-        print(f"{name:16} {point.label:8} {point.intensity:6.1f} FLOP per byte, {side} the ridge")
+    first, last = marks[0], marks[-1]
+    print(f"{name}: {first.intensity} FLOP per byte at {first.label}, {last.intensity} at {last.label}")
 card
 
 # %% [markdown]
@@ -590,8 +589,8 @@ card
 # why what limits the batch is memory for K and V.
 #
 # What the picture does not show: marks lie below the roof where a kernel is not perfect, and near the
-# ridge none is. The roof is as good as two simple measurements. And this is a CPU. GPUs have ridges
-# further out:
+# ridge none is. The roof is as good as two simple measurements; on a machine that is busy with other things
+# it comes out too low and its ridge too far left. And this is a CPU. GPUs have ridges much further out:
 
 # %% gpus
 from minikv.specs import GPUS, MODELS
