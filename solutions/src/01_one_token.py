@@ -1,0 +1,1076 @@
+# %% [markdown]
+# # Exercises of chapter 01: one token at a time
+#
+# Six exercises, about 45 minutes. They can be done in any order.
+#
+# **How it goes.** Each exercise has a cell to fill in and, below it, a check. Replace the `raise`
+# line by your code, run the cell, run the check. A check that passes prints numbers. One that
+# fails says which case is wrong, the smallest it found, and what the mistake looks like to it.
+# `python -m minikv check 01` in a terminal checks the whole notebook.
+#
+# **Hints** come in three steps, each folded: a nudge, the rule that decides the matter, an
+# outline of the code. Open as few as you need.
+#
+# **Words.** A *token* is a number that stands for a piece of text. Every attention layer makes
+# three kinds of vectors of each token: queries, keys (K) and values (V). A query is used once, when
+# its token is run. Keys and values are read again by every later token, so they are kept: that
+# store is the *KV cache*. Running the whole prompt in one forward pass is *prefill*; after it,
+# each pass runs one token, and that is *decode*. Two counters say where a sequence stands:
+#
+# | | counts |
+# |---|---|
+# | `num_tokens` | all known tokens, prompt and output, the one just sampled included |
+# | `num_computed_tokens` | tokens whose K and V are in the cache |
+
+# %% setup
+import math
+import random
+import re
+from itertools import combinations
+
+import torch
+from torch.nn.functional import linear
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from minikv import OutOfKVMemory
+from minikv.model.loader import load
+
+# A random decoder of a million parameters: its text means nothing, but it depends on every token.
+model, _, spec = load("tiny", dtype="float32", device="cpu")
+
+
+def require_number(value, name):
+    """`value` as a float; says what is wrong with it otherwise."""
+    assert value is not None, f"{name} returned None: is its `return` missing?"
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    assert math.isfinite(number), f"{name} must return one number, not {value!r:.80}"
+    return number
+
+# %% [markdown]
+# The next cell is how the checks of 1.1, 1.2 and 1.5 find out *why* a number is wrong. You don't
+# need to read it.
+
+# %% explain
+def together(wanted, slips, most=2):
+    """{what to say: wrong answer} for each slip and each pair; slips: {what to say: factor}."""
+    return {
+        " And: ".join(names): wanted * math.prod(slips[name] for name in names)
+        for count in range(1, most + 1)
+        for names in combinations(slips, count)
+    }
+
+
+def explain(cases, tolerance=0.0):
+    """Raises unless every case is right, and names the slip if one explains what all cases gave.
+
+    cases: (what was asked, got, wanted, {what to say: wrong answer}), smallest first.
+    """
+
+    def same(number, other):
+        return abs(number - other) <= max(tolerance, 1e-9 * abs(other))
+
+    def text(number):
+        return f"{number:,.0f}" if number == round(number) else f"{number:,.6g}"
+
+    wrong = [case for case in cases if not same(case[1], case[2])]
+    if not wrong:
+        return
+    asked, got, wanted, slips = wrong[0]
+    seen = f"{asked}\nYou returned {text(got)}; counted: {text(wanted)}."
+    for slip in slips:
+        if all(same(got, slips[slip]) for _, got, _, slips in cases):
+            raise AssertionError(f"{slip}\n{seen}")
+    raise AssertionError(f"{len(wrong)} of {len(cases)} cases came out wrong. The smallest:\n{seen}")
+
+# %% [markdown]
+# ## Exercise 1.1: what a cache weighs
+#
+# *5 minutes, easy.*
+#
+# **From a model's configuration, compute how many bytes the K and V of `num_tokens` tokens take.**
+#
+# Every layer keeps K and V of every token. A K (and a V) is one vector of `head_dim` numbers for
+# each *kv head*. In *grouped-query attention* several query heads share one kv head:
+#
+# ```text
+# query heads   0   1   2   3   4   5      num_attention_heads = 6
+#               └─┬─┘   └─┬─┘   └─┬─┘
+# kv heads        0       1       2        num_key_value_heads = 3: this is what the cache holds
+# ```
+#
+# `config` is a dictionary with the names of a Hugging Face `config.json`:
+#
+# | key | |
+# |---|---|
+# | `num_hidden_layers` | layers |
+# | `num_attention_heads` | query heads of one layer |
+# | `num_key_value_heads` | kv heads of one layer; *may be absent*: then every query head has its own |
+# | `head_dim` | numbers in one head's vector; *may be absent*: then `hidden_size` is divided evenly among the query heads |
+# | `hidden_size` | numbers in a token's vector between layers |
+# | `dtype` | how the *weights* are stored; a cache may be stored in fewer bits than the weights |
+#
+# Each stored number of the cache takes `bits_per_value` bits: 32, 16 or 8.
+#
+# <details><summary>Hint 1: a nudge</summary>
+# Ask what is stored for one token in one layer, draw it, and count its numbers.
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# Nothing about query heads is stored. They matter only where the configuration leaves something
+# out.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# kv heads  <- the config's own, else the query heads
+# head_dim  <- the config's own, else hidden_size / query heads
+# numbers   <- K and V  x  layers  x  kv heads  x  head_dim  x  tokens
+# bytes     <- numbers x bits, in bytes
+# ```
+# </details>
+
+# %% ex-1-1
+def kv_bytes(config, num_tokens, bits_per_value):
+    """Bytes that K and V of `num_tokens` tokens take over all layers."""
+    ### BEGIN SOLUTION
+    num_kv_heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    values_per_token = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim
+    return values_per_token * num_tokens * bits_per_value // 8
+    ### END SOLUTION
+
+# %% [markdown]
+# The check builds each model without its weights (PyTorch's `meta` device knows shapes only), runs
+# the tokens through it and counts the bytes of the tensors in transformers' own cache.
+
+# %% count-1-1
+DTYPES = {32: torch.float32, 16: torch.bfloat16, 8: torch.float8_e4m3fn}
+
+
+def counted_kv_bytes(config, num_tokens, bits_per_value):
+    shape = {key: value for key, value in config.items() if key != "dtype"}
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(vocab_size=8, intermediate_size=8, **shape))
+        cache = DynamicCache(config=llama.config)
+        llama(torch.zeros(1, num_tokens, dtype=torch.long), None, None, cache)
+    kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum(tensor.to(DTYPES[bits_per_value]).nbytes for tensor in kept)
+
+
+def slips_1_1(config, num_tokens, bits):
+    """The usual slips, each with the factor by which its answer is off."""
+    q = config["num_attention_heads"]
+    kv = config.get("num_key_value_heads", q)
+    narrow = config["hidden_size"] / q
+    slips = {
+        "The query heads were counted; K and V exist once per kv head.": q / kv,
+        "Only one of K and V was counted; a token keeps both.": 1 / 2,
+        "Bits are not bytes: a byte is 8 of them.": 8,
+        "head_dim was taken from hidden_size, but this config gives its own.":
+            narrow / config.get("head_dim", narrow),
+        "The width of the weights was used; the cache has its own.":
+            {"float32": 32, "bfloat16": 16}[config["dtype"]] / bits,
+        "Two bytes per value were taken for granted; bits_per_value says how many.": 16 / bits,
+        "One layer was counted; every layer keeps K and V.": 1 / config["num_hidden_layers"],
+        "One token was counted, whatever num_tokens says.": 1 / num_tokens,
+        "One kv head was counted; every kv head has its K and V.": 1 / kv,
+        "One token is missing: all num_tokens are in the cache here.": 1 - 1 / num_tokens,
+    }  # fmt: skip
+    units = {"KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
+    return slips | {f"That is in {unit}; bytes were asked for.": 1 / u for unit, u in units.items()}
+
+# %% check-1-1
+rng, configs = random.Random(11), []
+for size in range(1, 9):
+    kv, group, dim = rng.randint(1, size), rng.randint(2, 3), 2 * rng.randint(1, size)
+    config = {"hidden_size": kv * group * (dim + 2 * rng.randint(1, 3)), "num_hidden_layers": size,
+              "num_attention_heads": kv * group, "num_key_value_heads": kv, "head_dim": dim,
+              "dtype": rng.choice(["float32", "bfloat16"])}  # fmt: skip
+    config.pop({3: "head_dim", 5: "num_key_value_heads"}.get(size), None)
+    configs.append((config, size + 1, rng.choice([8, 16, 32])))
+cases = []
+for config, num_tokens, bits in configs:
+    absent = sorted({"head_dim", "num_key_value_heads"} - config.keys())
+    asked = f"kv_bytes(config, num_tokens={num_tokens}, bits_per_value={bits}), where config is\n"
+    asked += f"{config}" + "".join(f"\nNote: no {key}." for key in absent)
+    given = dict(config)
+    try:
+        got = require_number(kv_bytes(given, num_tokens, bits), "kv_bytes")
+    except KeyError as error:
+        which = f"This config has no {error}; the table lists the keys, and which may be absent."
+        raise AssertionError(f"{which}\n{asked}") from None
+    assert given == config, "kv_bytes changed the config that it was given."
+    wanted = counted_kv_bytes(config, num_tokens, bits)
+    slips = together(wanted, slips_1_1(config, num_tokens, bits))
+    cases.append((asked, got, wanted, slips))
+explain(cases)
+
+# head_dim x query heads: 128 x 32 is 4,096 for the first two, and neither 5,120 nor 1,024 below.
+llama = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+llama |= {"hidden_size": 4096, "num_hidden_layers": 32, "dtype": "bfloat16"}
+nemo = llama | {"hidden_size": 5120, "num_hidden_layers": 40}
+qwen = llama | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
+for name, config in {"Llama 3.1 8B": llama, "Mistral Nemo": nemo, "Qwen3 0.6B": qwen}.items():
+    one, full = kv_bytes(config, 1, 16), kv_bytes(config, 131072, 16)
+    print(f"{name:12}  {int(one):>9,} bytes per token, {int(full) / 2**30:4.1f} GiB for 131,072 tokens")
+
+# %% [markdown]
+# ## Exercise 1.2: the cached loop, and what it still costs
+#
+# *10 minutes, medium.*
+#
+# **Write the greedy decode loop with a cache: run every token exactly once, at its own position.**
+#
+# Here is the loop without a cache. It is right, and it runs every token again for each new one.
+
+# %% uncached
+def generate_uncached(prompt, num_output_tokens):
+    token_ids = list(prompt)
+    for _ in range(num_output_tokens):
+        logits = model(torch.tensor([token_ids])).logits[0]  # [num_tokens, vocab]
+        token_ids.append(int(logits[-1].argmax()))
+    return token_ids[len(prompt) :]
+
+
+generate_uncached([72, 105, 33], 4)
+
+# %% [markdown]
+# You get a `session`: the same model with a cache of its own, empty at first.
+# `session(token_ids, positions)` runs these tokens at these positions, adds their K and V to the
+# cache, and returns logits of shape `[len(token_ids), vocab]`. Row i scores what may follow
+# `token_ids[i]`; greedy takes the highest. A token's *position* is its index in the sequence: the
+# first has 0.
+#
+# The last output token is returned, but never run: nobody asks what comes after it. So a prompt of
+# P tokens and n output tokens need P + n − 1 tokens to be run, in all.
+#
+# ```text
+# sequence     72  105   33  |  a    b    c        prompt 72 105 33; output a b c
+# position      0    1    2     3    4    5
+# run in        └─ prefill ─┘   │    │    never    3 + 3 − 1 tokens are run
+#                             1st  2nd decode step
+# ```
+#
+# <details><summary>Hint 1: a nudge</summary>
+# After the prefill you know one token more than the cache does. Which one, and where does it stand?
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# Before every call, <code>num_computed_tokens = num_tokens − 1</code>: only the token just sampled
+# lacks K and V. So a decode step runs that one token, at position <code>num_tokens − 1</code>.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# logits <- run the prompt at positions 0 .. P-1
+# repeat:
+#     append the best token of the last row
+#     stop when there are enough
+#     logits <- run that token at the position where it stands
+# ```
+# </details>
+
+# %% ex-1-2
+def generate(session, prompt, num_output_tokens):
+    """The greedy output, a list of `num_output_tokens` token ids (at least 1)."""
+    ### BEGIN SOLUTION
+    logits = session(prompt, range(len(prompt)))
+    output = [int(logits[-1].argmax())]
+    while len(output) < num_output_tokens:
+        num_tokens = len(prompt) + len(output)
+        logits = session([output[-1]], [num_tokens - 1])
+        output.append(int(logits[-1].argmax()))
+    return output
+    ### END SOLUTION
+
+# %% session
+ROW_0 = "The next token was read off row 0; what follows the newest token stands in the last row."
+NO_SUCH = "There is no token {}: take the argmax of the last row of the logits, not of all rows."
+
+
+class Session:
+    """The model with a cache of its own. It writes down what is run, for the check to read."""
+
+    def __init__(self, limit):
+        self.cache, self.limit = DynamicCache(config=model.config), limit
+        self.token_ids, self.positions = [], []  # of all calls, in order
+        self.first_rows = {}  # number of tokens run -> best token of the call's first row
+
+    def __call__(self, token_ids, positions):
+        tokens, at = (
+            torch.as_tensor(x if hasattr(x, "__index__") else list(x)).reshape(-1).long()
+            for x in (token_ids, positions)
+        )
+        assert len(tokens), (
+            "The session was called without tokens. The token just sampled has no K and V yet: "
+            "num_computed_tokens does not count it, and it is the one to run now."
+        )
+        assert len(tokens) == len(at), f"{len(tokens)} tokens were run at {len(at)} positions."
+        assert 0 <= min(tokens) <= max(tokens) < spec.vocab_size, NO_SUCH.format(max(tokens))
+        self.token_ids += tokens.tolist()
+        self.positions += at.tolist()
+        assert len(self.token_ids) < self.limit, (
+            f"{len(self.token_ids)} tokens were run and the loop goes on: does it ever stop?"
+        )
+        logits = model(tokens[None], None, at[None], self.cache).logits[0]
+        self.first_rows[len(self.token_ids)] = int(logits[0].argmax())
+        return logits
+
+# %% judge-1-2
+def judge_loop(prompt, wanted, got, session):
+    """Says how a loop went wrong, from what it returned and what it ran."""
+    known, ran, at = prompt + wanted, session.token_ids, session.positions
+    P, n = len(prompt), len(wanted)
+    case = f"Prompt {prompt}, output tokens: {n}."
+    assert ran, "The session was never called; running on its cache is what this loop is about."
+    for i, (token, position) in enumerate(zip(ran, at, strict=True)):
+        if (i, token, position) == (P + n - 1, known[i], i):
+            raise AssertionError(
+                f"One forward pass too many: the last output token was run too, and nobody asks "
+                f"what follows it.\n{case} {len(ran)} tokens were run, {P + n - 1} are needed."
+            )
+        if (token, position) == (known[i], i):
+            continue
+        seen = "\n".join((
+            case, f"  run so far    {ran[: i + 1]}", f"  at positions  {at[: i + 1]}",
+            f"  should be     {known[: i + 1]}", f"  at positions  {list(range(i + 1))}",
+        ))  # fmt: skip
+        said = f"The token at index {i} of the sequence was not run as it should be."
+        if position == i + 1 and token == known[i]:
+            said = f"A position is one too high: of {i + 1} tokens the newest stands at num_tokens - 1, not at num_tokens."
+        elif i >= P and ran[i : i + P] == prompt and at[i : i + P] == at[:P]:
+            said = "The prompt was run again, though the cache holds its K and V already."
+        elif i >= P and token == known[i] and position == i - P:
+            said = "The positions start over at 0 after the prompt; they count the whole sequence."
+        elif token == known[i]:
+            said = f"A token ran at position {position}; it stands at {i}."
+        elif position < i and token == known[position]:
+            said = "A token was run a second time: the cache now holds its K and V twice."
+        elif i >= P and token == session.first_rows.get(i):
+            said = ROW_0
+        raise AssertionError(f"{said}\n{seen}")
+    assert got != known, f"The prompt itself was returned as well; only the output is asked for.\n{case} {got}"
+    said = f"{case} You returned {got}, without a cache it is {wanted}."
+    assert len(got) == n, f"Output tokens returned: {len(got)}; {n} asked for.\n{said}"
+    assert max(got) < spec.vocab_size, f"{NO_SUCH.format(max(got))}\n{said}"
+    assert got[0] != session.first_rows.get(P) or got == wanted, f"{ROW_0}\n{said}"
+    assert got == wanted, f"The right tokens were run, but others were returned.\n{said}"
+
+# %% check-1-2
+rng = random.Random(12)
+for P, n in [(2, 1), (3, 2), (2, 4), (1, 3), (9, 5), (24, 12)]:
+    prompt = [rng.randrange(256) for _ in range(P)]
+    session, given = Session(limit=10 + (P + n) ** 2), list(prompt)
+    got = generate(session, given, n)
+    try:
+        got = [int(token) for token in got]
+    except (TypeError, ValueError):
+        raise AssertionError(f"generate must return a list of token ids, not {got!r}.") from None
+    assert given == prompt, "Your loop changed the prompt that it was given; work on a copy."
+    judge_loop(prompt, generate_uncached(prompt, n), got, session)
+    without = sum(range(P, P + n))
+    print(f"{P:2} prompt, {n:2} output: {len(session.token_ids):2} tokens run, {without:3} without a cache; ends in {got[-1]}")
+
+# %% [markdown]
+# **Second part: what does a decode step still read?** A query is compared with every K in the
+# cache, its own included, and takes a weighted sum of as many V. So one decode step reads the K
+# and V of every token that the cache holds at its end.
+#
+# **Count the K and V that the decode steps of one answer read, all steps together** (in tokens, for
+# one layer). The prefill is not counted. In the picture above, with its prompt of 3 and output of
+# 3, there are two decode steps.
+#
+# <details><summary>Hint 1: a nudge</summary>
+# For that picture: how many tokens does the cache hold at the end of each of the two steps?
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# The first output token comes out of the prefill. Every decode step adds one token to the cache,
+# then reads them all.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# total <- 0
+# for each output token but the first:
+#     one more token is in the cache
+#     total <- total + tokens in the cache
+# ```
+# </details>
+
+# %% ex-1-2-b
+def tokens_read(num_prompt_tokens, num_output_tokens):
+    """Tokens whose K and V are read by all decode steps of one answer, with repetition."""
+    ### BEGIN SOLUTION
+    num_steps = num_output_tokens - 1
+    return num_steps * num_prompt_tokens + num_steps * (num_steps + 1) // 2
+    ### END SOLUTION
+
+# %% [markdown]
+# The check counts for itself: it runs a loop and asks the cache for its length after each step.
+
+# %% count-1-2
+def count_reads(P, n):
+    """Runs a prefill and n - 1 decode steps; what each decode step read, from the cache itself."""
+    session, reads = Session(limit=10**6), []
+    session([1] * P, range(P))
+    for _ in range(n - 1):
+        held = session.cache.get_seq_length()
+        session([1], [held])
+        reads.append(session.cache.get_seq_length())
+    return reads
+
+
+def slips_1_2(P, n, reads):
+    """The usual slips, each with its answer."""
+    total, ends = sum(reads), (reads or [0])[-1]
+    o1 = "as if a cache made decoding O(1). It saves computing K and V again, not reading them."
+    return {
+        f"That is one read per step, {o1}": len(reads),
+        f"That is one read per output token, {o1}": n,
+        "The cache grows: output tokens are read as well as the prompt's.": len(reads) * P,
+        "A step reads more than the prompt, and the first output token needs no step.": n * P,
+        "The prompt's K and V are read as well, in every step.": total - len(reads) * P,
+        "A step too many: the first output token comes out of the prefill.": total + P + n,
+        "A new token reads its own K and V, too: they are written first.": total - len(reads),
+        "The prefill is not counted here.": total + P,
+        "The prefill (each token up to itself) is not counted here.": total + P * (P + 1) // 2,
+        "That is what the last step reads; all steps together are asked for.": ends,
+        "K and V of one token are one token, not two.": 2 * total,
+        "Tokens read are asked for, not tokens run.": P + n - 1,
+    }
+
+# %% check-1-2-b
+cases = []
+for P, n in [(3, 1), (1, 2), (3, 3), (5, 4), (2, 9), (11, 6), (40, 17)]:
+    reads = count_reads(P, n)
+    got, wanted = require_number(tokens_read(P, n), "tokens_read"), sum(reads)
+    asked = f"Prompt tokens: {P}; output tokens: {n}. The decode steps read {reads}."
+    cases.append((asked, got, wanted, slips_1_2(P, n, reads)))
+explain(cases)
+print(*(f"{got:.0f}" for _, got, _, _ in cases))
+
+# %% [markdown]
+# ## Exercise 1.3: where a chunk stands, and what it may see
+#
+# *8 minutes, medium.*
+#
+# **A sequence has `num_computed_tokens` tokens in the cache. Its next `num_new_tokens` run in one
+# forward pass. Say at which positions they stand, and which keys each of them may see.**
+#
+# A long prompt is often cut into such chunks. A decode step is the same thing with one new token,
+# a whole prefill the same thing with an empty cache.
+#
+# The mask has a row for each new token (it asks) and a column for every key there is once the chunk
+# is written: first those in the cache, then the chunk's own. `True` means "may see". A token may see
+# itself and all that stand before it in the sequence.
+#
+# The commonest wrong mask raises no error, and its text still reads like text. SmolLM2 was given
+# "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is", its last
+# four tokens as one chunk on a cache that held the other 15. It went on:
+#
+# ```text
+# right mask   Madrid.
+# wrong mask   not a country. The capital of the United States is New York City. The
+# ```
+#
+# <details><summary>Hint 1: a nudge</summary>
+# Draw the square of a whole prompt without a cache: who sees whom? Then cover the rows of the
+# tokens that have been computed already.
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# Query and key are compared by their positions in the sequence, not by their indices in the chunk.
+# The query in row i stands at position <code>num_computed_tokens + i</code>; the key in column j
+# stands at position j.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# positions <- num_new_tokens numbers, counted from num_computed_tokens
+# keys      <- 0 .. all tokens - 1
+# mask[i, j] is True where keys[j] is not after positions[i]
+# ```
+# </details>
+
+# %% ex-1-3
+def chunk_inputs(num_computed_tokens, num_new_tokens):
+    """positions: [num_new_tokens], int.
+
+    mask: [num_new_tokens, num_computed_tokens + num_new_tokens], bool, True where a new token
+    (row) may see a key (column). Returns (positions, mask), two tensors.
+    """
+    ### BEGIN SOLUTION
+    num_tokens = num_computed_tokens + num_new_tokens
+    positions = torch.arange(num_computed_tokens, num_tokens)
+    mask = torch.arange(num_tokens) <= positions[:, None]
+    return positions, mask
+    ### END SOLUTION
+
+# %% [markdown]
+# What is right is found by experiment: in a whole run without a cache, one token is changed at a
+# time. The rows whose logits move have seen it.
+
+# %% judge-1-3
+def who_sees_whom(num_tokens):
+    """[num_tokens, num_tokens] bool, found by changing one token at a time."""
+    token_ids = torch.arange(num_tokens) * 7 % 251
+    changed = (token_ids + 100 * torch.eye(num_tokens, dtype=torch.long)) % 256
+    moved = model(changed).logits - model(token_ids[None]).logits
+    return (moved.abs().amax(-1) > 1e-3).T
+
+
+def require_chunk(result, c, new):
+    """(positions as a list, mask) if their types and shapes are right, for c computed tokens."""
+    asked = f"Computed: {c}; new: {new}."
+    try:
+        positions, mask = (torch.as_tensor(part) for part in tuple(result))
+    except (TypeError, ValueError, RuntimeError):
+        said = f"chunk_inputs must return (positions, mask), two tensors, not {result!r:.80}"
+        raise AssertionError(said) from None
+    assert mask.ndim == 2 or positions.ndim != 2, "Return positions first, then the mask."
+    assert mask.dtype == torch.bool, (
+        f"The mask must hold True and False, yours is {mask.dtype}; numbers would be added to the "
+        "attention scores."
+    )
+    shape, wanted, all_tokens = tuple(mask.shape), (new, c + new), c + new
+    said = "The mask has another shape."
+    if shape == (new, new):
+        said = "The mask has no columns for the keys that are in the cache."
+    elif shape == (all_tokens, all_tokens):
+        said = "Only new tokens ask: the computed ones have no rows."
+    elif shape == (all_tokens, new):
+        said = "Rows are the new tokens (they ask), columns the keys; here it is the other way round."
+    assert shape == wanted, f"{said}\n{asked} Mask {shape}, should be {wanted}."
+    positions = positions.reshape(-1).tolist()
+    assert len(positions) == new, (
+        f"One position per new token, please.\n{asked} You returned {positions}."
+    )
+    return positions, mask
+
+# %% judge-1-3-b
+def picture(c, mask, wanted):
+    """The two masks side by side; # may be seen, . may not."""
+    new, total = mask.shape
+    lines = [f"{'':12}{'yours':{2 * total + 3}}should be"]
+    for i in range(new):
+        yours, right = (" ".join(".#"[int(x)] for x in m[i]) for m in (mask, wanted))
+        lines.append(f"position {c + i:<3}{yours}    {right}")
+    return "\n".join(lines)
+
+
+def wrong_masks(c, new, square):
+    """The usual wrong masks, as changes of the right one; square: who sees whom, without a cache."""
+    right, total = square[c:], c + new
+    later = torch.cat([square[c + 1 :], torch.ones(1, total, dtype=torch.bool)])
+    nothing = torch.zeros(1, total, dtype=torch.bool)
+    in_cache = (torch.arange(total) < c).expand(new, total)
+    return {
+        "The mask is drawn as if the cache were empty: the first new token stands at position "
+        f"{c}, and sees as far.": square[:new],
+        "Every new token sees all others of the chunk, also those that come after it.":
+            torch.ones_like(right),
+        "A token must see itself: its own K is written before anyone reads.":
+            torch.cat([nothing, square])[c : c + new],
+        "Every token sees one key too far, the one of the token after it.": later,
+        "True and False are the wrong way round: True means may see.": ~right,
+        "The new tokens do not see what is in the cache.": right & ~in_cache,
+        "The new tokens see the cache, but not each other.": right & in_cache,
+        "The triangle is turned over: a token sees itself and those that come later.":
+            ~torch.cat([nothing, square])[c : c + new],
+    }  # fmt: skip
+
+
+def wrong_positions(c, new):
+    return {
+        "Positions are one too high: the newest of num_tokens tokens stands at num_tokens - 1.":
+            [c + 1 + i for i in range(new)],
+        "Positions start over at 0 in the chunk; they count the whole sequence.": [*range(new)],
+        "All positions are the same; every new token has its own.": [c] * new,
+    }  # fmt: skip
+
+# %% judge-1-3-c
+def judge_chunks(answers):
+    """answers: [(computed, new, positions, mask)], smallest first. Names the slip of all of them."""
+    squares = {c + new: who_sees_whom(c + new) for c, new, _, _ in answers}
+    rights = [(list(range(c, c + new)), squares[c + new][c:]) for c, new, _, _ in answers]
+    for (c, new, got, _), (wanted, _) in zip(answers, rights, strict=True):
+        if got != wanted:
+            said = "The positions are wrong."
+            for slip in wrong_positions(0, 0):
+                if all(wrong_positions(a[0], a[1])[slip] == a[2] for a in answers):
+                    said = slip
+            raise AssertionError(
+                f"{said}\nComputed: {c}; new: {new}. Positions {got}, should be {wanted}"
+            )
+    for (c, new, _, mask), (_, wanted) in zip(answers, rights, strict=True):
+        if torch.equal(mask, wanted):
+            continue
+        said = "The mask is wrong."
+        found = [wrong_masks(c, new, squares[c + new]) for c, new, _, _ in answers]
+        for names in zip(*found, strict=True):  # the same slip of every case
+            slips = (masks[name] for masks, name in zip(found, names, strict=True))
+            if all(torch.equal(a[3], slip) for a, slip in zip(answers, slips, strict=True)):
+                said = names[[a[:2] for a in answers].index((c, new))]
+        raise AssertionError(
+            f"{said}\nComputed: {c}; new: {new}.\n{picture(c, mask, wanted)}"
+        )
+
+
+def rows_kept(token_ids, c, mask):
+    """Rows of a chunk after c tokens whose best next token is that of a run without a cache."""
+    cache, ids = DynamicCache(config=model.config), torch.tensor([token_ids])
+    model(ids[:, :c], None, None, cache)
+    at = torch.arange(c, len(token_ids))[None]
+    logits = model(ids[:, c:], mask[None, None], at, cache).logits[0]
+    return int((logits.argmax(-1) == model(ids).logits[0, c:].argmax(-1)).sum())
+
+# %% check-1-3
+rng = random.Random(13)
+shapes = [(1, 1), (1, 2), (0, 3), (2, 2), (4, 1), (3, 4)]
+shapes += [(rng.randint(1, 6), rng.randint(2, 5)) for _ in range(4)]
+answers = [(c, new, *require_chunk(chunk_inputs(c, new), c, new)) for c, new in shapes]
+judge_chunks(answers)
+for c, new in [(8, 8), (40, 12), (5, 24)]:
+    token_ids = [rng.randrange(256) for _ in range(c + new)]
+    _, mask = chunk_inputs(c, new)
+    empty = torch.ones(new, c + new, dtype=torch.bool).tril()  # the commonest wrong one
+    right, wrong = (rows_kept(token_ids, c, m) for m in (torch.as_tensor(mask), empty))
+    print(f"{c:2} computed, {new:2} new: {right:2} rows as without a cache; with the wrong mask {wrong}")
+
+# %% fluent-nonsense tags=["solution", "nbval-ignore-output"]
+def continue_chunked(text, num_new, with_mask, num_output=18):
+    """What SmolLM2 says after `text`, its last num_new tokens run as one chunk under a mask."""
+    llm, tokenizer, _ = load("smollm2", dtype="float32", device="cpu")
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    c, cache = ids.shape[1] - num_new, DynamicCache(config=llm.config)
+    llm(ids[:, :c], None, None, cache)
+    positions, mask = chunk_inputs(c, num_new)
+    mask = mask if with_mask == "right" else torch.ones_like(mask).tril()
+    logits = llm(ids[:, c:], mask[None, None], positions[None], cache).logits[0]
+    output = [int(logits[-1].argmax())]
+    while len(output) < num_output:
+        at = torch.tensor([[ids.shape[1] + len(output) - 1]])
+        logits = llm(torch.tensor([output[-1:]]), None, at, cache).logits[0]
+        output.append(int(logits[-1].argmax()))
+    return tokenizer.decode(output)
+
+
+text = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
+for name in ("right", "wrong"):
+    print(name, repr(continue_chunked(text, 4, name)))
+
+# %% [markdown]
+# ## Exercise 1.4: write into the slab
+#
+# *8 minutes, medium.*
+#
+# **Write the K and V of the next tokens into a preallocated slab: into their own slots, and
+# nowhere else.**
+#
+# A *slab* is one tensor with room for a whole sequence, made once. `slab[0, h, p]` holds the K of kv
+# head h of the token at position p, `slab[1, h, p]` its V. The first `num_computed_tokens` slots of
+# each head are in use; the others hold whatever was there before.
+#
+# ```text
+# one head of the slab, 6 slots, 3 tokens computed        after writing 2 more
+# slot    0    1    2    3    4    5                      0    1    2    3    4    5
+#        K0   K1   K2   --   --   --                     K0   K1   K2   K3   K4   --
+# ```
+#
+# The layer hands you `k` and `v` as it computes them, one token after the other:
+# `[num_new_tokens, num_kv_heads, head_dim]`. The slab is
+# `[2, num_kv_heads, num_slots, head_dim]`, as the engine's own pool has it. Look at the order.
+#
+# What does not fit is refused *by name*, before anything is written: raise
+# `OutOfKVMemory(message)`, with a message that says how many slots are needed and how many there are.
+#
+# <details><summary>Hint 1: a nudge</summary>
+# Which slots are free, and which of them is the first? Then: which dimension of <code>k</code> has
+# to become which dimension of the slab?
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# The token at position p lives in slot p. New tokens stand at positions
+# <code>num_computed_tokens</code> and after. A <code>reshape</code> keeps numbers in their order and
+# only renames the dimensions; to exchange two dimensions, <code>transpose</code> them.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# end <- computed + new
+# more than the slab has slots?  raise, naming both numbers
+# slab[K, all heads, computed .. end] <- k with its first two dimensions exchanged
+# the same for V
+# return end
+# ```
+# </details>
+
+# %% ex-1-4
+def write_kv(slab, num_computed_tokens, k, v):
+    """Writes k and v into the slab, in place. Returns the new num_computed_tokens.
+
+    slab: [2, num_kv_heads, num_slots, head_dim]; k, v: [num_new_tokens, num_kv_heads, head_dim].
+    Raises OutOfKVMemory, with the slab untouched, if they do not fit.
+    """
+    ### BEGIN SOLUTION
+    end, num_slots = num_computed_tokens + len(k), slab.shape[2]
+    if end > num_slots:
+        raise OutOfKVMemory(f"{end} slots are needed, but the slab has {num_slots}")
+    slab[0, :, num_computed_tokens:end] = k.transpose(0, 1)
+    slab[1, :, num_computed_tokens:end] = v.transpose(0, 1)
+    return end
+    ### END SOLUTION
+
+# %% judge-1-4
+def rows_of(first, new, heads, dim):
+    """k and v of the tokens from `first` on; no two of their rows are alike."""
+    token, head = torch.arange(first, first + new)[:, None, None], torch.arange(heads)[:, None]
+    k = 100.0 * (token + 1) + 10 * head + torch.arange(dim) / dim
+    return k, -k
+
+
+def read_slab(slab, empty):
+    """{(kind, head, slot): 'K2' of head 0, 'K2/1' of head 1, ...}; '--' as before, '??' no row."""
+    _, heads, slots, dim = slab.shape
+    names = {}
+    for kind, rows in zip("KV", rows_of(0, slots + 4, heads, dim), strict=True):
+        for token in range(slots + 4):
+            for h in range(heads):
+                names[tuple(rows[token, h].tolist())] = f"{kind}{token}" + (f"/{h}" if h else "")
+    found = {}
+    for i in range(2):
+        for h in range(heads):
+            for p in range(slots):
+                row = slab[i, h, p]
+                untouched = torch.equal(row, empty[i, h, p])
+                found[i, h, p] = "--" if untouched else names.get(tuple(row.tolist()), "??")
+    return found
+
+
+def placed(before, start, new, computed, kinds="KV"):
+    """`before` with the new tokens' rows from slot `start` on; kinds: what goes where."""
+    slots = max(p for _, _, p in before) + 1
+    after = dict(before)
+    for (i, h, p), _ in before.items():
+        if start <= p < min(start + new, slots) and kinds[i] != "-":
+            token = computed + p - start
+            after[i, h, p] = f"{kinds[i]}{token}" + (f"/{h}" if h else "")
+    return after
+
+# %% judge-1-4-b
+def draw(found, wanted):
+    """A row for each head, found above wanted."""
+    lines = []
+    for i, h in sorted({key[:2] for key in found}):
+        for name, slots in (("found", found), ("should be", wanted)):
+            row = "".join(f"{slots[key]:6}" for key in sorted(slots) if key[:2] == (i, h))
+            lines.append(f"{'KV'[i]}, head {h}  {name:11}{row}")
+    return "\n".join(lines)
+
+
+def judge_write(before, found, c, new):
+    """Compares the slab with what it should hold after `new` tokens were written behind c others."""
+    wanted = placed(before, c, new, c)
+    if found == wanted:
+        return
+    said = "The slab does not hold what it should."
+    inside = [key for key in found if c <= key[2] < c + new]
+    slips = {
+        "The slab that was passed in did not change. Assign to a slice of it; neither a new tensor "
+        "nor an empty slice reaches it.": before,
+        f"One slot too far: the new tokens start at position {c}; a slot was left empty.":
+            placed(before, c + 1, new, c),
+        "The first slots were written over; new tokens go behind those computed.":
+            placed(before, 0, new, c),
+        "K and V are in each other's place.": placed(before, c, new, c, "VK"),
+        "Only K was written; V has its half of the slab.": placed(before, c, new, c, "K-"),
+        "Only V was written; K has its half of the slab.": placed(before, c, new, c, "-V"),
+        "K was written into both halves.": placed(before, c, new, c, "KK"),
+    }  # fmt: skip
+    named = [slip for slip, slab in slips.items() if slab == found]
+    if named:
+        said = named[0]
+    elif any(found[key] != before[key] for key in found.keys() - set(inside)):
+        said = f"Slots outside {c} to {c + new - 1} have changed; they belong to others."
+    elif sorted(found[key] for key in inside) == sorted(wanted[key] for key in inside):
+        said = "Tokens and heads are mixed up: exchange dimensions with transpose; reshape only renames them."
+    raise AssertionError(f"{said}\nComputed: {c}; new: {new}.\n{draw(found, wanted)}")
+
+# %% judge-1-4-c
+def try_write(slab, empty, c, new):
+    """One write that fits, judged; returns the new count."""
+    _, heads, slots, dim = slab.shape
+    k, v = rows_of(c, new, heads, dim)
+    before, case = read_slab(slab, empty), f"Slots: {slots}; computed: {c}; new: {new}."
+    try:
+        got = write_kv(slab, c, k, v)
+    except OutOfKVMemory:
+        full = ": a slab may be exactly full" if c + new == slots else ""
+        raise AssertionError(f"Refused, though it fits{full}. {case}") from None
+    except (RuntimeError, IndexError) as error:
+        raise AssertionError(
+            f"PyTorch refused: {error}\nCompare the order of dimensions: slab[0] is "
+            f"{list(slab[0].shape)} (heads, slots, head_dim), k is {list(k.shape)} (tokens, heads, "
+            f"head_dim). {case}"
+        ) from None
+    same = all(torch.equal(a, b) for a, b in zip((k, v), rows_of(c, new, heads, dim), strict=True))
+    assert same, "k or v was changed; they are only to be read."
+    judge_write(before, read_slab(slab, empty), c, new)
+    assert require_number(got, "write_kv") == c + new, (
+        f"write_kv returned {got}, but now {c + new} tokens have K and V. {case}"
+    )
+    return c + new
+
+# %% judge-1-4-d
+def try_overflow(slab, c, new):
+    """One write that does not fit: it must be refused by name, with the slab untouched."""
+    _, heads, slots, dim = slab.shape
+    before, case = slab.clone(), f"Slots: {slots}; computed: {c}; new: {new}."
+    try:
+        write_kv(slab, c, *rows_of(c, new, heads, dim))
+    except OutOfKVMemory as error:
+        numbers = set(map(int, re.findall(r"\d+", str(error))))
+    except Exception as error:
+        other = f"{type(error).__name__}: {error}"
+        raise AssertionError(f"Refuse by name, with OutOfKVMemory. {case}\nThis was {other}") from None
+    else:
+        raise AssertionError(f"What does not fit was taken without a word. {case}")
+    assert torch.equal(slab, before), f"Refused too late: a part had been written. {case}"
+    assert {c + new, slots} <= numbers or {new, slots - c} <= numbers, (
+        f"The message must name the slots needed ({c + new}) and those there are ({slots})."
+    )
+
+# %% check-1-4
+rng = random.Random(14)
+runs = [(1, 2, [1, 1, 1]), (2, 2, [3, 1]), (2, 3, [2, 1, 1])]
+for size in range(3, 7):
+    chunks = [rng.randint(1, size) for _ in range(size)]
+    runs.append((rng.randint(2, 4), rng.randint(1, 6), chunks))
+for heads, dim, chunks in runs:
+    slots = sum(chunks)
+    empty = torch.rand(2, heads, slots, dim, generator=torch.Generator().manual_seed(slots))
+    slab, computed = empty.clone(), 0
+    for new in chunks:
+        if new > 1:
+            full = slab[:, :, : computed + new - 1].clone()
+            try_overflow(full, computed, new)
+        computed = try_write(slab, empty, computed, new)
+    try_overflow(slab, computed, 1)
+    print(f"{heads} heads, chunks {chunks}: slots {computed}, sum of K {slab[0].double().sum():.1f}")
+
+# %% [markdown]
+# ## Exercise 1.5: when does computing take longer than reading?
+#
+# *8 minutes, medium.*
+#
+# **From a machine's two speeds, compute the number of rows at which a linear layer turns
+# compute-bound.**
+#
+# `peak_flops` is how many floating-point operations it does per second (FLOP/s), `bandwidth` how
+# many bytes per second it reads from memory. A linear layer multiplies each *row* (the vector of one
+# token) by its weight matrix: for every weight, one multiplication and one addition, which are two
+# operations. The weights are read once for all rows, `bytes_per_value` bytes each. The rows
+# themselves are few beside the weights; leave them out.
+#
+# With few rows reading takes longer: the layer is *memory-bound*, and one more row costs next to
+# nothing. With many, computing takes longer: it is *compute-bound*. Return the smallest whole number
+# of rows at which computing takes at least as long as reading.
+#
+# ```text
+# time
+#  |                    . computing: grows with every row
+#  |                .
+#  |--------------x-------- reading the weights: the same for any number of rows
+#  |          .
+#  |      .
+#  +--------------|-------- rows
+#        memory   compute
+# ```
+#
+# <details><summary>Hint 1: a nudge</summary>
+# Take a matrix of a million weights. How long does it take to read? How long to compute one row?
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# They meet where FLOP / <code>peak_flops</code> = bytes / <code>bandwidth</code>. Both sides hold
+# the number of weights, so it drops out.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# seconds to read, per weight              <- bytes of a weight / bandwidth
+# seconds to compute, per weight and row   <- operations / peak
+# rows                                     <- the one over the other, rounded up
+# ```
+# </details>
+
+# %% ex-1-5
+def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
+    """The smallest whole number of rows at which computing takes at least as long as reading."""
+    ### BEGIN SOLUTION
+    seconds_to_read = bytes_per_value / bandwidth  # per weight
+    seconds_per_row = 2 / peak_flops  # per weight: a multiplication and an addition
+    return math.ceil(seconds_to_read / seconds_per_row)
+    ### END SOLUTION
+
+# %% [markdown]
+# The check lets PyTorch count the operations of real layers, and their weights' bytes.
+
+# %% count-1-5
+def counted_rows(peak_flops, bandwidth, bytes_per_value, in_features, out_features):
+    """Where the two times of a layer of this shape meet, by PyTorch's own count of operations."""
+    x = torch.empty(1, in_features, device="meta")
+    weight = torch.empty(out_features, in_features, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        linear(x, weight)
+    num_bytes = weight.to(DTYPES[8 * bytes_per_value]).nbytes
+    return (num_bytes / bandwidth) / (counter.get_total_flops() / peak_flops)
+
+
+def slips_1_5(wanted, peak_flops, bandwidth, size):
+    """The usual slips, each with its answer."""
+    flat = peak_flops / bandwidth
+    return {
+        "A multiplication and an addition are two operations; one was counted.": 2 * wanted,
+        "bytes_per_value is in bytes; it was taken for bits, or turned into them.": 8 * wanted,
+        "bytes_per_value is in bytes: it was taken for bits, or turned into them.": wanted / 8,
+        "That ignores bytes_per_value, and is right for one width only: for 2 bytes.": flat,
+        "That ignores bytes_per_value, and is right for one width only: for 1 byte.": flat / 2,
+        "Wider weights take longer to read, so they need more rows, not fewer.": flat / size / 2,
+        "Wider weights take longer to read: they need more rows, not fewer.": flat / size,
+        "Wider weights take longer to read. They need more rows, not fewer.": 2 * flat / size,
+        "Hardly a row: is a quotient upside down, or a unit lost?": 1 / wanted,
+    }
+
+# %% check-1-5
+rng, cases = random.Random(15), []
+for size in [2, 2, 4, 1, 1, 4]:
+    peak, bandwidth = rng.randint(60, 2000) * 1e12, rng.randint(400, 8000) * 1e9
+    got = require_number(rows_to_compute_bound(peak, bandwidth, size), "rows_to_compute_bound")
+    shape = rng.randint(8, 99), rng.randint(8, 99)
+    wanted = counted_rows(peak, bandwidth, size, *shape)
+    asked = f"{peak / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, {size} bytes per value:"
+    cases.append((asked, got, wanted, slips_1_5(wanted, peak, bandwidth, size)))
+explain(cases, tolerance=1)
+for asked, got, wanted, _ in cases:
+    assert got == round(got), f"Rows are whole: round up.\n{asked} you returned {got:.3f}"
+    assert got >= wanted, f"One row short: with {got:.0f} rows reading still takes longer.\n{asked}"
+    assert got - 1 < wanted, f"One row too many: {got - 1:.0f} rows are enough.\n{asked}"
+# Datasheet numbers, dense bf16: A100 40 GB and H100 SXM; then the H100 with 1-byte weights.
+for name, chip in {"A100": (312e12, 1555e9, 2), "H100": (989.4e12, 3350e9, 2),
+                   "H100, fp8": (1978.9e12, 3350e9, 1)}.items():  # fmt: skip
+    print(f"{name:10} {float(rows_to_compute_bound(*chip)):.0f} rows")
+
+# %% [markdown]
+# **Second part: and attention?** A decode step has one new token in each of `num_seqs` sequences.
+# Each sequence has `num_tokens` tokens in its cache, the new one included. In one layer, every query
+# head multiplies its query (`head_dim` numbers) with each K, then adds up as many V, weighted. K and
+# V are read once; the query heads of one group share that reading.
+#
+# **How many floating-point operations does a decode step's attention do per byte of K and V that it
+# reads?** (Count the two products; leave out the softmax and the queries themselves.) Before you
+# write: which of the six arguments will matter?
+#
+# <details><summary>Hint 1: a nudge</summary>
+# Count operations for one sequence, then bytes for one sequence. What happens to each when there
+# are two sequences?
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# Sequences share weights, but no sequence reads another's K and V. So a second sequence doubles
+# both counts.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# operations  <- two products x (multiply, add) x query heads x head_dim x tokens x sequences
+# bytes       <- (K, V) x kv heads x head_dim x tokens x sequences x bytes of a value
+# ```
+# </details>
+
+# %% ex-1-5-b
+def attention_flops_per_byte(
+    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
+):
+    """Operations of one layer's decode attention per byte of K and V read."""
+    ### BEGIN SOLUTION
+    values = head_dim * num_tokens * num_seqs  # of one head's K
+    flops = 2 * 2 * num_query_heads * values
+    num_bytes = 2 * num_kv_heads * values * bytes_per_value
+    return flops / num_bytes
+    ### END SOLUTION
+
+# %% count-1-5-b
+def counted_intensity(q, kv, dim, num_tokens, num_seqs, size):
+    """By PyTorch's own count: queries of a group are stacked, so that K and V are read once."""
+    queries = torch.empty(num_seqs, kv, q // kv, dim, device="meta")
+    keys = torch.empty(num_seqs, kv, num_tokens, dim, device="meta")
+    values = torch.empty_like(keys)
+    with FlopCounterMode(display=False) as counter:
+        scores = queries @ keys.mT
+        scores @ values
+    dtype = DTYPES[8 * size]
+    return counter.get_total_flops() / (keys.to(dtype).nbytes + values.to(dtype).nbytes)
+
+
+def slips_1_5_b(q, kv, dim, num_tokens, num_seqs, size):
+    """The usual slips, each with the factor by which its answer is off."""
+    return {
+        "More sequences do not help: each brings K and V of its own to read, so operations and "
+        "bytes grow together.": num_seqs,
+        "A longer sequence does not help: it has more K and V to read.": num_tokens,
+        "As many heads were counted in the operations as in the bytes: every query head computes, "
+        "but a group shares the K and V of one kv head.": kv / q,
+        "Query heads and kv heads have changed places.": (kv / q) ** 2,
+        "Half of the operations are missing: two products, each with multiplications and "
+        "additions.": 1 / 2,
+        "Half of the bytes are missing: K and V are both read.": 2,
+        "Bits are not bytes: bytes_per_value needs no factor of 8.": 1 / 8,
+        "A value has bytes_per_value bytes; values were counted, not bytes.": size,
+        "The operations of one sequence were divided by the bytes of all.": 1 / num_seqs,
+        "head_dim is in both counts, and drops out.": dim,
+    }
+
+# %% check-1-5-b
+rng, cases = random.Random(16), []
+for step in range(8):
+    kv, group, dim = rng.randint(1, 4), rng.randint(2, 8), rng.choice([16, 48, 64])
+    shape = (kv * group, kv, dim, rng.randint(5, 90), rng.randint(3, 40), [2, 1, 4][step % 3])
+    name = "attention_flops_per_byte"
+    got, wanted = require_number(attention_flops_per_byte(*shape), name), counted_intensity(*shape)
+    asked = "{} query heads, {} kv heads, head_dim {}, {} tokens, {} sequences, {} bytes:".format(*shape)
+    seqs, size = shape[-2:]
+    slips = {
+        "That is what a linear layer does per byte. Its rows share the weights; sequences do not "
+        "share K and V.": 2 * seqs / size,
+        "That is right for 2 bytes per value only.": wanted * size / 2,
+        "That is bytes per operation; the other way round was asked for.": 1 / wanted,
+    } | together(wanted, slips_1_5_b(*shape))
+    cases.append((asked, got, wanted, slips))
+explain(cases)
+for name, heads in {"SmolLM2": (9, 3, 64), "Llama 3.1 8B": (32, 8, 128)}.items():
+    each = [float(attention_flops_per_byte(*heads, 4096, seqs, 2)) for seqs in (1, 64, 512)]
+    print(f"{name:12}  {each[0]:.2f} with 1 sequence, {each[1]:.2f} with 64, {each[2]:.2f} with 512")
+
+# %% [markdown]
+# Compare the two parts. An A100 wants about 200 operations for every byte that it reads. A linear layer
+# gets there with enough rows. Decode attention stays where it is, whatever the batch.
+
+# %% [markdown]
+# ## Exercise 1.6: in two lines
+#
+# *4 minutes, easy.*
+#
+# **Why is a longer prompt cheap per token, and a longer answer dear?** Write two lines for a
+# colleague who pays the bill. Say what is read from memory, how often, and for how many tokens at
+# once. A person reads this one; the check cannot.
+
+# %% [markdown] written-1-6 points=2
+# A prompt's tokens are known, so they all run in one pass: the weights are read once for hundreds
+# of tokens, and the machine is busy computing.
+# An answer's tokens come one after the other, each in a pass of its own that reads all weights and
+# the whole KV cache for a single token: it waits for memory, and the longer the cache the more so.
+#
+# **Rubric, 2 points.** One for *why prompts are cheap*: known in advance, hence run together, hence
+# one reading of the weights shared by many tokens. One for *why answers are dear*: each token needs
+# the one before it, hence a pass each, hence weights (and cache) read again for one token. Give no
+# point for "the cache makes it free", "the GPU is slow" or "attention is quadratic" alone. Samples
+# at three levels stand in `solutions/README.md`.
