@@ -518,7 +518,7 @@ for rows, t in linear_seconds.items():
     print(f"{rows:3} rows: {rows / t:7.0f} tokens/s, weights read at {4 * num_weights / t / 1e9:5.1f} GB/s")
 
 # %% [markdown]
-# The first rows are nearly free: the weights have to come from memory anyway. Then the processor has
+# The first rows beyond one are cheap: the weights have to come from memory anyway. Then the processor has
 # as much to multiply as it can, and tokens per second stop rising. Where is the turn? Memory feeds
 # `bandwidth` bytes a second, the processor does `peak` FLOP a second. The quotient is the **ridge**:
 # work with fewer FLOP per byte waits for memory, work with more waits for the processor.
@@ -647,8 +647,8 @@ print(f"weights of {llama.name}: {llama.parameter_bytes / 2**30:.1f} GiB")
 # <!-- source: 128K = 131,072 tokens, printed above -->
 #
 # What this does not show: activations, workspace and the driver want memory too, so engines plan
-# with a part of it (vLLM with 90% by default). Caches in 8 bits halve a token. And some
-# models keep something other than K and V of every token in every layer. <!-- source: vLLM's gpu_memory_utilization, 0.9 -->
+# with a part of it (vLLM's setting is `gpu_memory_utilization`). Caches with one byte per value halve a token.
+# And some models keep something other than K and V of every token in every layer.
 #
 # ## 6. The same answer from the engine
 #
