@@ -18,7 +18,7 @@ from reference import greedy, own_attention
 from transformers import AttentionInterface
 
 from minikv.engine import LLM
-from minikv.kv_cache.base import InvariantBroken, KVCacheManager
+from minikv.kv_cache.base import BlockCopy, InvariantBroken, KVCacheManager
 from minikv.model import attention as hook
 from minikv.model.attention import IMPLEMENTATION, UnsupportedModel
 from minikv.model.loader import Loaded, count_parameters, load, spec_from_config
@@ -426,6 +426,25 @@ def test_blocks_reserved_beyond_the_tokens_are_not_read():
 def test_a_table_that_does_not_hold_the_tokens_is_an_error(table, message):
     with pytest.raises(InvariantBroken, match=message):
         context({"a": table}, [("a", 0, 5)])
+
+
+# -- copies -------------------------------------------------------------------------------------
+
+
+def test_all_sources_are_read_before_any_destination_is_written():
+    runner = ModelRunner(Recorder(), shape(), KVCacheManager(8, 4))
+    [pool] = runner.pools
+    pool[:] = torch.arange(9).view(1, 9, 1, 1, 1)  # each block holds its own number
+    cycle = [BlockCopy(0, 1, 1), BlockCopy(1, 0, 1), BlockCopy(2, 3, 3)]  # 2-4 to 3-5: overlap
+    assert runner.run([], cycle) == []
+    assert pool[0, :, 0, 0, 0].tolist() == [1, 0, 2, 2, 3, 4, 6, 7, 8]
+    assert pool[1, :, 0, 3, 3].tolist() == [1, 0, 2, 2, 3, 4, 6, 7, 8]
+
+
+def test_a_copy_to_a_host_pool_that_is_not_there_is_an_error():
+    runner = ModelRunner(Recorder(), shape(), KVCacheManager(8, 4))
+    with pytest.raises(NotImplementedError, match="out"):
+        runner.run([], [BlockCopy(0, 0, 1, "out")])
 
 
 # -- refusals -----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import itertools
 import random
 
 import pytest
-from managers import MinimalManager
+from managers import MinimalManager, RestlessManager
 from reference import Comparison, greedy
 
 from minikv.engine import LLM
@@ -145,6 +145,34 @@ def test_refusals_in_a_row_change_no_token(tiny, answers, comparison):
         serve(llm, answers[:6], comparison, f"refused at {sorted(calls)}")
         num_preemptions += llm.scheduler.num_preemptions
     assert num_preemptions > 100
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_that_move_at_every_step_change_no_token(tiny, answers, comparison, seed):
+    """Copies in chains and cycles, and tables that change after they were returned."""
+    manager = RestlessManager(60, 8, random.Random(seed))
+    llm = LLM(tiny, kv_cache_manager=manager, max_num_batched_tokens=40)
+    num_copies, run = 0, llm.runner.run
+
+    def counted(scheduled, copies):
+        nonlocal num_copies
+        num_copies += len(copies)
+        return run(scheduled, copies)
+
+    llm.runner.run = counted
+    serve(llm, answers, comparison)
+    assert num_copies > 100
+
+
+def test_forked_samples_read_their_own_copies(tiny):
+    prompts = [[7] * n for n in (3, 17, 30)]
+    params = SamplingParams(max_tokens=12, temperature=1.2, n=4, seed=1)
+    plain = LLM(tiny, kv_cache_manager=minimal(4)).generate(prompts, params, use_tqdm=False)
+    manager = RestlessManager(200, 4, random.Random(0))
+    forked = LLM(tiny, kv_cache_manager=manager).generate(prompts, params, use_tqdm=False)
+    for a, b in zip(plain, forked, strict=True):
+        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
+        assert len({tuple(o.token_ids) for o in a.outputs}) == 4
 
 
 def test_a_reference_that_ends_by_itself_ends_the_request_too(tiny, answers):
