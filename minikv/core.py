@@ -4,6 +4,7 @@ model and a virtual clock for the simulator; neither is known here.
 
 from typing import Protocol
 
+from minikv.kv_cache.base import OutOfKVMemory
 from minikv.metrics import Metrics, StepRecord
 
 
@@ -29,7 +30,7 @@ class EngineCore:
         self.scheduler, self.manager = scheduler, scheduler.manager
         self.runner, self.clock = runner, clock
         self.report_every = report_every
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.manager.num_blocks)
 
     def step(self):
         """One iteration. Returns (scheduled, finished)."""
@@ -51,21 +52,30 @@ class EngineCore:
         return scheduled, scheduler.update(scheduled, tokens, end, len(steps) - 1)
 
     def report(self):
-        """Where the pool's slots are now, measured against the request that is next in line."""
+        """Where the pool's slots are now, measured against the request that is next in line.
+        `live` counts a step's new tokens once update() has been told of them."""
         waiting = self.scheduler.waiting
         return self.manager.report(waiting[0] if waiting else None)
 
     def run(self, arrivals=(), on_step=None):
-        """Serves `arrivals`, requests in order of arrival_time, until nothing is left to do."""
+        """Serves `arrivals`, requests in order of arrival_time, until nothing is left to do.
+
+        A request that can never fit ends at once with finish_reason "error"; the rest go on.
+        """
         scheduler, clock, queue = self.scheduler, self.clock, iter(arrivals)
         arriving = next(queue, None)
         while arriving is not None or scheduler.has_unfinished_requests:
             now = clock.now()
             while arriving is not None and arriving.arrival_time <= now:
-                scheduler.add(arriving)
+                try:
+                    scheduler.add(arriving)
+                except OutOfKVMemory as refusal:
+                    arriving.finish_reason, arriving.error = "error", str(refusal)
+                    arriving.finish_time = now
                 arriving = next(queue, None)
             if not scheduler.has_unfinished_requests:
-                clock.advance_to(arriving.arrival_time)
+                if arriving is not None:
+                    clock.advance_to(arriving.arrival_time)
                 continue
             self.step()
             if on_step is not None:

@@ -21,10 +21,11 @@ from minikv.model.packing import pack_linears
 from minikv.model.probe import adopt
 from minikv.model.runner import ModelRunner
 from minikv.request import CompletionOutput, Request, RequestOutput, SamplingParams, require_int
-from minikv.scheduler import Scheduler
+from minikv.scheduler import Scheduler, StaticScheduler
 
 CPU_POOL_BYTES = 1 << 30
 DEFAULT_BLOCK_SIZE = 16
+BATCHING = {"continuous": Scheduler, "static": StaticScheduler}
 
 
 class WallClock:
@@ -61,6 +62,8 @@ class LLM:
             was made for, or what the pool holds, whichever is less.
         dtype: "auto" (bfloat16 where the device multiplies it natively, else float32) or a name.
         seed: where requests without a seed of their own take their random streams from.
+        batching: "continuous" (a request enters and leaves at any step) or "static" (a padded
+            batch enters and leaves together).
         report_every: keep a MemoryReport every so many steps in `metrics.reports`; 0 for none.
 
     Raises ValueError (UnsupportedModel for an architecture that would not be computed exactly).
@@ -82,6 +85,7 @@ class LLM:
         seed=0,
         gpu_memory_utilization=0.9,
         report_every=0,
+        batching="continuous",
     ):
         self.seed = require_int("seed", seed, at_least=0)
         require_int("report_every", report_every, at_least=0)
@@ -90,6 +94,10 @@ class LLM:
                 f"gpu_memory_utilization is {gpu_memory_utilization}, but must be above 0 and at "
                 "most 1"
             )
+        if batching not in BATCHING:
+            raise ValueError(f"batching is {batching!r}; known: {', '.join(BATCHING)}")
+        if scheduler is not None and batching != "continuous":
+            raise ValueError("scheduler decides the batching: don't pass both")
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         sizes = {"block_size": block_size, "num_gpu_blocks_override": num_gpu_blocks_override}
         _refuse_both("scheduler", scheduler, limits | {"kv_cache_manager": kv_cache_manager})
@@ -135,7 +143,7 @@ class LLM:
             raise TypeError(f"kv_cache_manager gave {manager!r}, which is no KVCacheManager")
         if _is_factory(scheduler):
             scheduler = _call(
-                scheduler or Scheduler,
+                scheduler or BATCHING[batching],
                 manager,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens or 512,

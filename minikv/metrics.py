@@ -52,9 +52,11 @@ class RequestMetrics:
 
 
 class Metrics:
-    """steps: one StepRecord each. reports: (step, MemoryReport) where they were asked for."""
+    """steps: one StepRecord each. reports: (step, MemoryReport) where they were asked for.
+    num_blocks: of the pool that the steps ran in."""
 
-    def __init__(self):
+    def __init__(self, num_blocks=0):
+        self.num_blocks = num_blocks
         self.steps: list[StepRecord] = []
         self.reports = []
 
@@ -73,6 +75,81 @@ class Metrics:
             num_preemptions=request.num_preemptions,
             itl=[b - a for a, b in itertools.pairwise(times)],
         )
+
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+def summarize(requests, metrics) -> dict:
+    """What was served, in the names of vLLM's benchmark JSON; times in ms, rates per second.
+
+    Counts finished requests only (`completed`), over `duration`: the first arrival to the last
+    step's end. For each of ttft, tpot, itl, e2el (end to end) and queue_time: mean, median and
+    percentiles. TPOT leaves out requests with a single output token.
+    `mean_num_seqs` and `utilization` (share of the pool's blocks in use) are means over time.
+    """
+    import numpy as np
+
+    done = [r for r in requests if r.finish_reason in ("stop", "length")]
+    out = {"completed": len(done), "num_requests": len(requests)}
+    if not done:
+        return out
+    start = min(r.arrival_time for r in requests)
+    duration = metrics.steps[-1].end - start
+    num_input = sum(r.num_prompt_tokens for r in done)
+    num_output = sum(r.num_output_tokens for r in done)
+    out |= {
+        "duration": duration,
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(done) / duration,
+        "output_throughput": num_output / duration,
+        "total_token_throughput": (num_input + num_output) / duration,
+        "num_preemptions": sum(r.num_preemptions for r in requests),
+        "num_steps": len(metrics.steps),
+    }
+    ends = np.array([step.end for step in metrics.steps])
+    gaps = [np.diff(np.concatenate([ends[a : b + 1] for a, b in r.token_runs])) for r in done]
+    series = {
+        "ttft": [r.first_token_time - r.arrival_time for r in done],
+        "tpot": [
+            (r.finish_time - r.first_token_time) / (r.num_output_tokens - 1)
+            for r in done
+            if r.num_output_tokens > 1
+        ],
+        "itl": np.concatenate(gaps),
+        "e2el": [r.finish_time - r.arrival_time for r in done],
+        "queue_time": [r.first_scheduled_time - r.arrival_time for r in done],
+    }
+    for name, seconds in series.items():
+        if len(seconds):
+            ms = 1000 * np.asarray(seconds)
+            out |= {f"mean_{name}_ms": float(ms.mean()), f"median_{name}_ms": float(np.median(ms))}
+            values = np.percentile(ms, PERCENTILES)
+            pairs = zip(PERCENTILES, values.tolist(), strict=True)
+            out |= {f"p{percent}_{name}_ms": value for percent, value in pairs}
+    seconds = np.array([step.end - step.start for step in metrics.steps])
+    busy = max(float(seconds.sum()), 1e-12)
+    num_seqs = np.array([step.num_seqs for step in metrics.steps])
+    out["mean_num_seqs"] = float((num_seqs * seconds).sum()) / busy
+    if metrics.num_blocks:
+        in_use = np.array([step.num_blocks_in_use for step in metrics.steps])
+        out["utilization"] = float((in_use * seconds).sum()) / busy / metrics.num_blocks
+    return out
+
+
+def timeline(metrics) -> dict[str, list]:
+    """The steps as columns: `pandas.DataFrame(timeline(metrics))`."""
+    return (
+        {
+            name: list(column)
+            for name, column in zip(
+                StepRecord._fields, zip(*metrics.steps, strict=True), strict=True
+            )
+        }
+        if metrics.steps
+        else {name: [] for name in StepRecord._fields}
+    )
 
 
 def _difference(later, earlier):

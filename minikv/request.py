@@ -6,6 +6,7 @@ Nothing here knows a tokenizer, a clock or a tensor.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Real
 
 
 def require_int(name, value, *, at_least, at_most=None):
@@ -19,16 +20,20 @@ def require_int(name, value, *, at_least, at_most=None):
 
 
 def _require_number(name, value, *, above=None, at_least=None, at_most=None):
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
+    try:
+        value = float(value)
+    except OverflowError:  # a whole number beyond all floats
+        value = math.inf
     limits = [("above", above), ("at least", at_least), ("at most", at_most)]
-    text = " and ".join(f"{word} {limit}" for word, limit in limits if limit is not None)
+    text = "".join(f" and {word} {limit}" for word, limit in limits if limit is not None)
     good = math.isfinite(value)
     good = good and (above is None or value > above) and (at_least is None or value >= at_least)
     good = good and (at_most is None or value <= at_most)
     if not good:
-        raise ValueError(f"{name} is {value}, but must be {text}")
-    return float(value)
+        raise ValueError(f"{name} is {value}, but must be finite{text}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,13 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids"):
             if not isinstance(getattr(self, name), Iterable | None):
                 raise TypeError(f"{name} must be a list, not {getattr(self, name)!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = () if self.stop is None else self.stop
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}, but each entry must be a non-empty string")
         put("stop", stop)
-        ids = tuple(self.stop_token_ids or ())
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
         put("stop_token_ids", tuple(require_int("stop_token_ids", i, at_least=0) for i in ids))
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
@@ -132,6 +138,8 @@ class Request:
         "token_ids",
         "token_runs",
     )
+    num_pad_tokens = 0  # padding before its first token: only a row of a static batch has any
+    num_dead_tokens = 0  # computed tokens that nobody will read: likewise
 
     def __init__(
         self,

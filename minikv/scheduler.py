@@ -10,9 +10,11 @@ from collections import deque
 from typing import NamedTuple
 
 from minikv.kv_cache.base import OutOfKVMemory
-from minikv.request import require_int
+from minikv.request import Request, require_int
 
 MAX_FUTILE_PREEMPTIONS = 8
+PAD_TOKEN_ID = 0  # any token will do: nobody reads what is computed from it
+NOT_FINITE = "the model returned logits that are not finite (NaN or infinity)"
 
 
 class ScheduledRequest(NamedTuple):
@@ -39,10 +41,20 @@ class Scheduler:
         )
         self.waiting, self.running, self.admitted = deque(), [], []
         self.num_preemptions = 0
+        self._ids = set()  # of all that have not ended, samples that wait for a prompt included
         self._futile = (None, 0, 0)  # request, its num_tokens, preemptions without a new token
 
     def add(self, request):
-        """Queues a request. Raises OutOfKVMemory if it could not even run alone."""
+        """Queues a request. Raises OutOfKVMemory if it could not even run alone, and ValueError
+        if it has ended already or its id is in use."""
+        if request.finish_reason is not None:
+            raise ValueError(
+                f"request {request.request_id!r} has ended already ({request.finish_reason})"
+            )
+        ids = [request.request_id, *(child.request_id for child in request.children)]
+        taken = self._ids.intersection(ids)
+        if taken:
+            raise ValueError(f"request_id {min(taken)!r} is taken by a request that still runs")
         if not self.manager.fits_ever(request):
             m = self.manager
             raise OutOfKVMemory(
@@ -51,6 +63,7 @@ class Scheduler:
                 f"- 1), which never fit in a pool of {m.num_blocks * m.block_size} slots "
                 f"({m.num_blocks} blocks of {m.block_size}) under {type(m).__name__}"
             )
+        self._ids.update(ids)
         self.waiting.append(request)
 
     def schedule(self):
@@ -113,7 +126,7 @@ class Scheduler:
         return victim
 
     def _check_progress(self, preempted):
-        if self.running or not self.waiting:
+        if not self.waiting:
             return
         request, m = self.waiting[0], self.manager
         if preempted:
@@ -139,7 +152,7 @@ class Scheduler:
         for (request, num_new_tokens), token in zip(scheduled, tokens, strict=True):
             request.num_computed_tokens += num_new_tokens
             if token is None:
-                request.error = "the model returned logits that are not finite (NaN or infinity)"
+                request.error = NOT_FINITE
                 finished.append((request, "error"))
                 continue
             self.manager.cache_blocks(request)
@@ -147,18 +160,9 @@ class Scheduler:
                 continue
             if request.children:
                 self._fan_out(request)
-            request.append(token)
-            if request.first_token_time is None:
-                request.first_token_time = now
-            runs = request.token_runs
-            if runs and runs[-1][1] == step - 1:
-                runs[-1][1] = step
-            else:
-                runs.append([step, step])
-            if token in request.stop_token_ids:
-                finished.append((request, "stop"))
-            elif request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
-                finished.append((request, "length"))
+            reason = _emit(request, token, now, step)
+            if reason:
+                finished.append((request, reason))
         out = []
         for request, reason in finished:
             out += self.finish(request, reason, now)
@@ -194,6 +198,7 @@ class Scheduler:
         request.children = []
         for each in ended:
             each.finish_reason, each.finish_time, each.error = reason, now, request.error
+            self._ids.discard(each.request_id)
         self.manager.free(request)
         return ended
 
@@ -204,3 +209,145 @@ class Scheduler:
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self.running or self.waiting)
+
+
+def _emit(request, token, now, step):
+    """Appends a sampled token; returns why the request ends with it, or None if it does not."""
+    request.append(token)
+    if request.first_token_time is None:
+        request.first_token_time = now
+    runs = request.token_runs
+    if runs and runs[-1][1] == step - 1:
+        runs[-1][1] = step
+    else:
+        runs.append([step, step])
+    if token in request.stop_token_ids:
+        return "stop"
+    if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
+        return "length"
+    return None
+
+
+class PaddedRow(Request):
+    """A request's row in a static batch: padding, its tokens, and after its end more padding.
+
+    To the manager and the runner it is a request like any other, in which the padding is tokens:
+    it has K and V, takes slots and is computed. `num_pad_tokens` is the padding before the prompt.
+    """
+
+    __slots__ = ("ended", "num_pad_tokens", "request")
+
+    def __init__(self, request, num_pad_tokens, num_slots):
+        """num_slots: what the row needs, the batch's longest prompt + longest output - 1."""
+        num_prompt_tokens = num_pad_tokens + request.num_prompt_tokens
+        super().__init__(
+            request.request_id,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=num_slots + 1 - num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            seed=request.seed,
+            sample_index=request.sample_index,
+        )
+        self.request, self.num_pad_tokens = request, num_pad_tokens
+        self.ended = None  # why the request ended, while the row goes on
+        if request.token_ids is not None:
+            self.token_ids = [PAD_TOKEN_ID] * num_pad_tokens + request.token_ids
+
+    @property
+    def num_output_tokens(self):
+        return self.request.num_output_tokens
+
+    @property
+    def num_dead_tokens(self):
+        """Padding before and after, so far as it is computed."""
+        num_own = self.request.num_tokens - (1 if self.ended is None else 0)
+        before = min(self.num_pad_tokens, self.num_computed_tokens)
+        return before + max(0, self.num_computed_tokens - self.num_pad_tokens - num_own)
+
+
+class StaticScheduler(Scheduler):
+    """A batch enters together and leaves together, as before Orca: rows padded on the left to the
+    longest prompt, computed until the longest answer is done. Finished rows go on being computed;
+    their clients wait for the batch's end.
+
+    max_num_batched_tokens still bounds a step: prompts are computed that many tokens (padding
+    counted) at a time.
+    """
+
+    def __init__(self, manager, **limits):
+        super().__init__(manager, **limits)
+        self.rows: list[PaddedRow] = []  # of the running batch, in the order of `running`
+
+    def schedule(self):
+        self.admitted = []
+        if not self.rows:
+            self._form_batch()
+            if not self.rows:
+                self._check_progress([])
+                return [], []
+        row = self.rows[0]  # all rows stand at the same column
+        num_left = row.num_prompt_tokens - row.num_computed_tokens
+        share = max(1, self.max_num_batched_tokens // len(self.rows))
+        num_new_tokens = max(1, min(num_left, share))
+        return [ScheduledRequest(each, num_new_tokens) for each in self.rows], []
+
+    def _form_batch(self):
+        """The first in line, as many as there is room for."""
+        for size in range(min(self.max_num_seqs, len(self.waiting)), 0, -1):
+            batch = [self.waiting[i] for i in range(size)]
+            longest = max(request.num_prompt_tokens for request in batch)
+            num_slots = longest + max(request.max_tokens for request in batch) - 1
+            if num_slots > self.manager.max_slots_per_request:
+                continue  # one's long prompt and another's long answer: too long together
+            rows = [PaddedRow(r, longest - r.num_prompt_tokens, num_slots) for r in batch]
+            held = []
+            for row in rows:
+                if self.manager.allocate_slots(row, num_slots) is None:
+                    break
+                held.append(row)
+            if len(held) == size:
+                self.rows, self.admitted = rows, batch
+                self.running += [self.waiting.popleft() for _ in range(size)]
+                return
+            for row in held:
+                self.manager.free(row)
+
+    def update(self, scheduled, tokens, now, step):
+        ended = []
+        for (row, num_new_tokens), token in zip(scheduled, tokens, strict=True):
+            row.num_computed_tokens += num_new_tokens
+            request = row.request
+            request.num_computed_tokens = max(0, row.num_computed_tokens - row.num_dead_tokens)
+            if row.num_computed_tokens < row.num_tokens and token is not None:
+                continue
+            if row.ended is None and token is None:
+                request.error = NOT_FINITE
+                ended += self.finish(request, "error", now)
+            elif row.ended is None:
+                if request.children:
+                    self._fan_out(request)
+                row.append(token)
+                row.ended = _emit(request, token, now, step)
+            else:
+                row.append(PAD_TOKEN_ID)
+        if all(row.ended for row in self.rows):
+            for row in list(self.rows):
+                ended += super().finish(row.request, row.ended, now)
+            self.rows = []
+        return ended
+
+    def _fan_out(self, parent):
+        """Samples 2 to n come in a later batch."""
+        self.waiting.extendleft(reversed(parent.children))
+        parent.children = []
+
+    def finish(self, request, reason, now):
+        """An abort or an error leaves the batch at once; whoever ends in another way waits in it
+        for the others."""
+        row = next((row for row in self.rows if row.request is request), None)
+        if row is not None and reason not in ("abort", "error"):
+            row.ended = row.ended or reason
+            return []
+        if row is not None:
+            self.rows.remove(row)
+        return super().finish(request, reason, now)

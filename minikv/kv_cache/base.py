@@ -38,7 +38,7 @@ class MemoryReport(NamedTuple):
     live: hold keys and values of running requests.
     reserved: held for tokens that may still come.
     internal: held, but never to be used (a slab's rest beyond the request's longest possible
-        length, the tail of a last block).
+        length, the tail of a last block, a static batch's padding and finished rows).
     rounding: added by the allocator beyond what the policy asked for.
     cached: kept for reuse, owned by no running request.
     external: free, but in pieces too short for the next request.
@@ -95,6 +95,10 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         """Blocks that can be had, those that only a cache holds included."""
         return self.num_blocks - len({b for table in self.tables.values() for b in table})
+
+    @property
+    def max_slots_per_request(self) -> int:
+        return self.num_blocks * self.block_size
 
     def fits_ever(self, request) -> bool:
         """Whether it could run to its longest possible end, alone in an empty pool."""
@@ -168,9 +172,9 @@ class KVCacheManager:
                 reserved += size
                 continue
             may_use = min(size, request.max_kv_tokens)
-            live += request.num_computed_tokens
+            live += request.num_computed_tokens - request.num_dead_tokens
             reserved += may_use - request.num_computed_tokens
-            internal += size - may_use
+            internal += size - may_use + request.num_dead_tokens
         return MemoryReport(
             live=live,
             reserved=reserved,

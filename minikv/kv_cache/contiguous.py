@@ -40,6 +40,10 @@ class ContiguousKVCacheManager(KVCacheManager):
     def num_free_blocks(self):
         return self.num_blocks - len(self.tables) * self.slab_blocks
 
+    @property
+    def max_slots_per_request(self):
+        return self.max_model_len
+
     def fits_ever(self, request):
         return request.max_kv_tokens <= self.max_model_len
 
@@ -61,7 +65,8 @@ class ContiguousKVCacheManager(KVCacheManager):
         table = self.tables.get(request.request_id)
         if table is not None:
             return table
-        if self.num_free_blocks - self.slab_blocks < keep_free_blocks or not self._free_starts:
+        # The remainder is shorter than a slab, so a free slab's worth of blocks is a free slab.
+        if self.num_free_blocks - self.slab_blocks < keep_free_blocks:
             return None
         start = heapq.heappop(self._free_starts)
         return self.set_table(request, range(start, start + self.slab_blocks))

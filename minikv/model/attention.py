@@ -45,7 +45,8 @@ class QueryGroup:
     together (one token each), or one request's chunk.
 
     Rows first_row .. first_row + num_seqs * num_queries of the packed step are its tokens.
-    positions: [num_seqs, num_queries], each new token's position in its request.
+    positions: [num_seqs, num_queries], each new token's place in its request's slots.
+    first_visible: [num_seqs, 1], slots before it hold padding; None where nothing is padded.
     gather_rows: [2 * num_seqs * kv_heads * blocks], the pool rows that hold its K, then its V.
     """
 
@@ -55,13 +56,15 @@ class QueryGroup:
     num_blocks: int  # of the longest table among them; shorter ones are padded
     positions: torch.Tensor
     gather_rows: torch.Tensor
+    first_visible: torch.Tensor | None = None
     biases: dict = field(default_factory=dict)  # by window: the same for all layers
 
     def bias(self, num_slots, window, dtype):
         """[num_seqs, 1, 1, num_queries, num_slots]: 0 where a query may look, else -inf.
 
         Slot j of the gathered table holds position j. A query at position p sees positions up to
-        p, its own included, and with a window only the last `window` of them.
+        p, its own included, and with a window only the last `window` of them. Padding is seen by
+        nobody but itself (a softmax over nothing would be NaN).
         """
         if window not in self.biases:
             slot = torch.arange(num_slots, device=self.positions.device)
@@ -69,6 +72,9 @@ class QueryGroup:
             hidden = slot > query
             if window is not None:
                 hidden |= slot <= query - window
+            if self.first_visible is not None:
+                first = self.first_visible[:, None, None, :, None].minimum(query)
+                hidden |= slot < first
             bias = torch.zeros(hidden.shape, dtype=dtype, device=slot.device)
             self.biases[window] = bias.masked_fill_(hidden, float("-inf"))
         return self.biases[window]

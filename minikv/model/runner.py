@@ -50,18 +50,21 @@ class ModelRunner:
 
     def forward(self, packed):
         """Computes each entry's new tokens; returns the logits of its last: [entries, vocab]."""
-        token_ids, positions, last_rows, tables = [], [], [], []
+        # A token's place among its request's slots is its position, unless padding precedes it.
+        token_ids, places, padding, last_rows, tables = [], [], [], [], []
         for request, num_new_tokens in packed:
             start, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
             tables.append(self._table(request, end))
             token_ids += request.token_ids[start:end]
-            positions += range(start, end)
+            places += range(start, end)
+            padding += [request.num_pad_tokens] * num_new_tokens
             last_rows.append(len(token_ids) - 1)
-        positions = torch.tensor(positions)
+        places = torch.tensor(places)
+        positions = (places - torch.tensor(padding)).clamp_(min=0)
         self.last_step = step = StepContext(
             pools=self.pools,
-            write_rows=self._write_rows(packed, tables, positions).to(self.device),
-            groups=self._groups(packed, tables, positions),
+            write_rows=self._write_rows(packed, tables, places).to(self.device),
+            groups=self._groups(packed, tables, places),
             scratch=self._scratch,
         )
         out = self.model(
@@ -91,44 +94,61 @@ class ModelRunner:
             )
         return block_ids
 
-    def _write_rows(self, packed, tables, positions):
+    def _write_rows(self, packed, tables, places):
         """[T * kv_heads]: where each new token's K (or V) goes, in `pool[0].view(-1, head_dim)`."""
         block_ids = [
-            table[position // self.block_size]
+            table[place // self.block_size]
             for (request, num_new_tokens), table in zip(packed, tables, strict=True)
-            for position in range(
+            for place in range(
                 request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
             )
         ]
         by_head = torch.tensor(block_ids)[:, None] * self.num_kv_heads + self._heads
-        return (by_head * self.block_size + (positions % self.block_size)[:, None]).reshape(-1)
+        return (by_head * self.block_size + (places % self.block_size)[:, None]).reshape(-1)
 
-    def _groups(self, packed, tables, positions):
-        num_single = sum(entry.num_new_tokens == 1 for entry in packed)
-        groups, row = [], num_single
-        if num_single:
-            groups.append(self._group(0, 1, tables[:num_single], positions[:num_single, None]))
-        for (_, num_new_tokens), table in zip(
-            packed[num_single:], tables[num_single:], strict=True
-        ):
-            rows = slice(row, row + num_new_tokens)
-            groups.append(self._group(row, num_new_tokens, [table], positions[None, rows]))
-            row += num_new_tokens
+    def _groups(self, packed, tables, places):
+        """Neighbours with one new token each form a group, and so do neighbours with as many new
+        tokens at the same place (a static batch); any other chunk is a group of its own."""
+        groups, first, row = [], 0, 0
+        while first < len(packed):
+            request, num_queries = packed[first]
+            last = first + 1
+            while last < len(packed) and packed[last].num_new_tokens == num_queries:
+                if num_queries > 1 and (
+                    packed[last].request.num_computed_tokens != request.num_computed_tokens
+                ):
+                    break
+                last += 1
+            num_rows = (last - first) * num_queries
+            groups.append(
+                self._group(
+                    row,
+                    [entry.request for entry in packed[first:last]],
+                    tables[first:last],
+                    places[row : row + num_rows].view(-1, num_queries),
+                )
+            )
+            first, row = last, row + num_rows
         return groups
 
-    def _group(self, first_row, num_queries, tables, positions):
+    def _group(self, first_row, requests, tables, places):
         num_blocks = max(map(len, tables))
         padded = [t + [self.num_blocks] * (num_blocks - len(t)) for t in tables]
         # [seqs, kv_heads, blocks]: the K row of each block and head; V lies one half further on.
         rows = torch.tensor(padded)[:, None, :] * self.num_kv_heads + self._heads[:, None]
         half = (self.num_blocks + 1) * self.num_kv_heads
+        first_visible = None
+        if any(request.num_pad_tokens for request in requests):
+            first_visible = torch.tensor([[request.num_pad_tokens] for request in requests])
+            first_visible = first_visible.to(self.device)
         return QueryGroup(
             first_row=first_row,
             num_seqs=len(tables),
-            num_queries=num_queries,
+            num_queries=places.shape[1],
             num_blocks=num_blocks,
-            positions=positions.to(self.device),
+            positions=places.to(self.device),
             gather_rows=torch.cat([rows.reshape(-1), rows.reshape(-1) + half]).to(self.device),
+            first_visible=first_visible,
         )
 
     def _copy(self, copies):
