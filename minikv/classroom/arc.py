@@ -30,6 +30,7 @@ MODULES = {
     "minikv.request": 0,
     "minikv.viz": 0,
     "minikv.classroom": 0,
+    "minikv.doctor": 0,
     "minikv.specs": 1,
     "minikv.kv_cache.base": 1,
     "minikv.model.loader": 1,

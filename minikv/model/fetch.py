@@ -199,9 +199,10 @@ def _run_python(arguments, work, progress) -> tuple[int, str]:
 
 def _folder_bytes(folder) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip deletes its temporary files as it goes
-            total += path.stat().st_size
+    for parent, _, names in os.walk(folder):  # it passes over folders that vanish
+        for name in names:
+            with contextlib.suppress(OSError):  # pip deletes its temporary files as it goes
+                total += os.path.getsize(os.path.join(parent, name))
     return total
 
 
