@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbconvert import HTMLExporter
 
 from minikv.classroom import audit
 from minikv.classroom.build import check_course
@@ -34,6 +35,16 @@ def test_built_files_fit_their_sources():
 @pytest.mark.parametrize("path", notebooks("notebooks", "solutions"))
 def test_notebooks_run_and_print_what_they_show(path):
     assert failures(run_nbval(path, ROOT, compare="all", cell_seconds=CELL_SECONDS)) == {}
+
+
+@pytest.mark.parametrize("path", notebooks("notebooks"))
+def test_a_page_made_of_a_chapter_shows_every_figure(path):
+    notebook = nbformat.read(path, as_version=4)
+    stored = [out.get("data", {}) for cell in notebook.cells for out in cell.get("outputs", [])]
+    num_figures = sum("image/png" in data for data in stored)
+    page, _ = HTMLExporter().from_notebook_node(notebook)
+    assert num_figures > 0
+    assert page.count("data:image/png;base64") == num_figures
 
 
 @pytest.mark.parametrize("path", notebooks("exercises"))

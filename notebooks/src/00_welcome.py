@@ -12,7 +12,7 @@
 #
 # No chapter needs a GPU. Where there is one, the engine uses it.
 
-# %% machine
+# %% machine tags=["nbval-ignore-output"]
 from minikv.doctor import facts
 
 machine = facts()
@@ -20,7 +20,7 @@ print(f"Python {machine['python']} on {machine['system']}")
 for name in ("torch", "transformers", "jupyterlab"):
     print(name, machine["packages"].get(name))
 
-# %% what-works
+# %% what-works tags=["nbval-ignore-output"]
 total, free = machine["memory_bytes"] or 0, machine["memory_free_bytes"] or 0
 print(f"{machine['cores']} cores, {total / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB free")
 for device in machine["devices"]:
@@ -43,7 +43,7 @@ from minikv import LLM, SamplingParams
 llm = LLM()
 print(f"{llm.spec.name}: {llm.spec.num_parameters:,} parameters in {llm.spec.num_layers} layers")
 
-# %% first-answer
+# %% first-answer tags=["nbval-ignore-output"]
 question = [{"role": "user", "content": "What is photosynthesis? Answer in one sentence."}]
 
 for piece in llm.stream(question, SamplingParams(max_tokens=48)):
@@ -54,7 +54,7 @@ for piece in llm.stream(question, SamplingParams(max_tokens=48)):
 #
 # Try a question of your own: change the text above and run the cell again.
 
-# %% timing
+# %% timing tags=["nbval-ignore-output"]
 output = llm.generate([question], SamplingParams(max_tokens=48), use_tqdm=False)[0]
 times, num_answer = output.metrics[0], len(output.outputs[0].token_ids)
 print(f"prompt: {len(output.prompt_token_ids)} tokens, answer: {num_answer} tokens")
@@ -114,7 +114,7 @@ print(f"longest sequence: {small.max_model_len} tokens")
 # %% [markdown]
 # `stream` and `generate` both go around one loop, which you can drive by hand. `step()` computes what is due, samples one token for each running request and returns what is new. After each step we take a snapshot of the pool.
 
-# %% step-by-step
+# %% step-by-step tags=["nbval-ignore-output"]
 from minikv.viz import snapshot
 
 small.add_request(question, SamplingParams(max_tokens=48), request_id="plants")
@@ -185,7 +185,7 @@ for name, text in questions.items():
     chat = [{"role": "user", "content": text}]
     small.add_request(chat, SamplingParams(max_tokens=48), request_id=name)
 
-# %% serve-four
+# %% serve-four tags=["nbval-ignore-output"]
 snapshots, answers = [], {}
 while small.has_unfinished_requests():
     for output in small.step():
@@ -266,7 +266,7 @@ show(LLM.step)
 #
 # The engine stands in floors, and each imports only the floors below it. This is what exists so far, lowest floor first, with the lines of code in each part. By the end of the course you will have taken every one of them apart.
 
-# %% house
+# %% house tags=["nbval-ignore-output"]
 from minikv.viz import lines_of_minikv
 
 for part in lines_of_minikv():
