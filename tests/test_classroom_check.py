@@ -307,3 +307,20 @@ def test_reset_asks_and_names_what_it_does_not_know(tmp_path, monkeypatch, capsy
         assert work.main_reset(["1", "1.1", "--root", str(root)]) == status
     assert work.main_reset(["1", "1.1", "--yes", "--root", str(root)]) == 0
     assert "backup" in capsys.readouterr().out
+
+
+def test_an_exercise_in_two_parts_says_how_many_passed(tmp_path):
+    nb = notebook(ex_1_1=RIGHT_1)
+    for cell_id, source in (
+        ("ex-1-1-b", 'def more():\n    raise NotImplementedError("Exercise 1.1: write more")'),
+        ("check-1-1-b", "print(more())"),
+    ):
+        cell = nbformat.v4.new_code_cell(source, id=cell_id)
+        nb.cells.append(cell)
+    merged = merge(nb, [])
+    results = {cell.id: {"outcome": "passed"} for cell in nb.cells}
+    stub = {"outcome": "failed", "kind": "error", "ename": "NotImplementedError"}
+    results["check-1-1-b"] = {**stub, "message": "Exercise 1.1: write more"}
+    merged.missing.clear()
+    first = check_module._verdicts(merged, results)[0]
+    assert (first.status, first.message) == ("not yet done", "1 of its 2 parts passed")

@@ -169,8 +169,9 @@ def run_answers(root, notebook, cell_id, answers):
     solution = Answer(cell_id, "right", "the solution itself", cells[here].source)
     with _like_a_kernel(root):
         namespace = _fresh_namespace()
-        for cell in before:
-            _run(cell.id, cell.source, namespace)
+        with contextlib.redirect_stdout(io.StringIO()):  # an earlier part's check prints
+            for cell in before:
+                _run(cell.id, cell.source, namespace)
         outcomes = []
         for answer in [solution, *answers]:
             # The same dictionary each time: functions defined above look their names up in it.

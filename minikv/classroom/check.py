@@ -80,7 +80,12 @@ def _verdict(exercise, cells, merged, results):
     for cell in cells:
         result = results.get(cell.id)  # a written answer beside a check has none
         if result and result["outcome"] != "passed":
-            return _failed(exercise, result)
+            verdict = _failed(exercise, result)
+            if verdict.status == NOT_YET and not verdict.message:
+                passed = [c for c in checks if results.get(c.id, {}).get("outcome") == "passed"]
+                if passed:
+                    verdict.message = f"{len(passed)} of its {len(checks)} parts passed"
+            return verdict
     return Verdict(exercise, PASSED)
 
 

@@ -8,6 +8,8 @@
 # fails says which case is wrong, the smallest it found, and what the mistake looks like to it.
 # `python -m minikv check 01` in a terminal checks the whole notebook.
 #
+# Run the cells above exercise 1.1 first, in one go. From then on each exercise stands by itself.
+#
 # **Hints** come in three steps, each folded: a nudge, the rule that decides the matter, an
 # outline of the code. Open as few as you need.
 #
@@ -35,11 +37,16 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from minikv import OutOfKVMemory
 from minikv.model.loader import load
+from minikv.specs import GPUS
 
 # A random decoder of a million parameters: its text means nothing, but it depends on every token.
 model, _, spec = load("tiny", dtype="float32", device="cpu")
 
+# %% [markdown]
+# The cells from here to exercise 1.1 serve the checks. JupyterLab shows them folded, as dots. Run
+# them, too; read them only if you are curious.
 
+# %% require-number jupyter={"source_hidden": true}
 def require_number(value, name):
     """`value` as a float; says what is wrong with it otherwise."""
     assert value is not None, f"{name} returned None: is its `return` missing?"
@@ -50,11 +57,7 @@ def require_number(value, name):
     assert math.isfinite(number), f"{name} must return one number, not {value!r:.80}"
     return number
 
-# %% [markdown]
-# The next cell is how the checks of 1.1, 1.2 and 1.5 find out *why* a number is wrong. You don't
-# need to read it.
-
-# %% explain
+# %% explain jupyter={"source_hidden": true}
 def together(wanted, slips, most=2):
     """{what to say: wrong answer} for each slip and each pair; slips: {what to say: factor}."""
     return {
@@ -85,6 +88,440 @@ def explain(cases, tolerance=0.0):
         if all(same(got, slips[slip]) for _, got, _, slips in cases):
             raise AssertionError(f"{slip}\n{seen}")
     raise AssertionError(f"{len(wrong)} of {len(cases)} cases came out wrong. The smallest:\n{seen}")
+
+# %% count-1-1 jupyter={"source_hidden": true}
+DTYPES = {32: torch.float32, 16: torch.bfloat16, 8: torch.float8_e4m3fn}
+
+
+def counted_kv_bytes(config, num_tokens, bits_per_value):
+    shape = {key: value for key, value in config.items() if key != "dtype"}
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(vocab_size=8, intermediate_size=8, **shape))
+        cache = DynamicCache(config=llama.config)
+        llama(torch.zeros(1, num_tokens, dtype=torch.long), None, None, cache)
+    kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum(tensor.to(DTYPES[bits_per_value]).nbytes for tensor in kept)
+
+
+def slips_1_1(config, num_tokens, bits):
+    """The usual slips, each with the factor by which its answer is off."""
+    q = config["num_attention_heads"]
+    kv = config.get("num_key_value_heads", q)
+    narrow = config["hidden_size"] / q
+    slips = {
+        "The query heads were counted; K and V exist once per kv head.": q / kv,
+        "Only one of K and V was counted; a token keeps both.": 1 / 2,
+        "Bits are not bytes: a byte is 8 of them.": 8,
+        "head_dim was taken from hidden_size, but this config gives its own.":
+            narrow / config.get("head_dim", narrow),
+        "The width of the weights was used; the cache has its own.":
+            {"float32": 32, "bfloat16": 16}[config["dtype"]] / bits,
+        "Two bytes per value were taken for granted; bits_per_value says how many.": 16 / bits,
+        "One layer was counted; every layer keeps K and V.": 1 / config["num_hidden_layers"],
+        "One token was counted, whatever num_tokens says.": 1 / num_tokens,
+        "One kv head was counted; every kv head has its K and V.": 1 / kv,
+        "One token is missing: all num_tokens are in the cache here.": 1 - 1 / num_tokens,
+    }  # fmt: skip
+    units = {"KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
+    return slips | {f"That is in {unit}; bytes were asked for.": 1 / u for unit, u in units.items()}
+
+# %% session jupyter={"source_hidden": true}
+ROW_0 = "The next token was read off row 0; what follows the newest token stands in the last row."
+NO_SUCH = "There is no token {}: take the argmax of the last row of the logits, not of all rows."
+
+
+class Session:
+    """The model with a cache of its own. It writes down what is run, for the check to read."""
+
+    def __init__(self, limit=1000):
+        self.cache, self.limit = DynamicCache(config=model.config), limit
+        self.token_ids, self.positions = [], []  # of all calls, in order
+        self.first_rows = {}  # number of tokens run -> best token of the call's first row
+
+    def __call__(self, token_ids, positions):
+        tokens, at = (
+            torch.as_tensor(x if hasattr(x, "__index__") else list(x)).reshape(-1).long()
+            for x in (token_ids, positions)
+        )
+        assert len(tokens), (
+            "The session was called without tokens. The token just sampled has no K and V yet: "
+            "num_computed_tokens does not count it, and it is the one to run now."
+        )
+        assert len(tokens) == len(at), f"{len(tokens)} tokens were run at {len(at)} positions."
+        assert 0 <= min(tokens) <= max(tokens) < spec.vocab_size, NO_SUCH.format(max(tokens))
+        self.token_ids += tokens.tolist()
+        self.positions += at.tolist()
+        assert len(self.token_ids) < self.limit, (
+            f"{len(self.token_ids)} tokens were run and the loop goes on: does it ever stop?"
+        )
+        logits = model(tokens[None], None, at[None], self.cache).logits[0]
+        self.first_rows[len(self.token_ids)] = int(logits[0].argmax())
+        return logits
+
+# %% judge-1-2 jupyter={"source_hidden": true}
+def judge_loop(prompt, wanted, got, session):
+    """Says how a loop went wrong, from what it returned and what it ran."""
+    known, ran, at = prompt + wanted, session.token_ids, session.positions
+    P, n = len(prompt), len(wanted)
+    case = f"Prompt {prompt}, output tokens: {n}."
+    assert ran, "The session was never called; running on its cache is what this loop is about."
+    for i, (token, position) in enumerate(zip(ran, at, strict=True)):
+        if (i, token, position) == (P + n - 1, known[i], i):
+            raise AssertionError(
+                f"One forward pass too many: the last output token was run too, and nobody asks "
+                f"what follows it.\n{case} {len(ran)} tokens were run, {P + n - 1} are needed."
+            )
+        if (token, position) == (known[i], i):
+            continue
+        seen = "\n".join((
+            case, f"  run so far    {ran[: i + 1]}", f"  at positions  {at[: i + 1]}",
+            f"  should be     {known[: i + 1]}", f"  at positions  {list(range(i + 1))}",
+        ))  # fmt: skip
+        said = f"The token at index {i} of the sequence was not run as it should be."
+        if position == i + 1 and token == known[i]:
+            said = f"A position is one too high: of {i + 1} tokens the newest stands at num_tokens - 1, not at num_tokens."
+        elif i >= P and ran[i : i + P] == prompt and at[i : i + P] == at[:P]:
+            said = "The prompt was run again, though the cache holds its K and V already."
+        elif i >= P and token == known[i] and position == i - P:
+            said = "The positions start over at 0 after the prompt; they count the whole sequence."
+        elif token == known[i]:
+            said = f"A token ran at position {position}; it stands at {i}."
+        elif position < i and token == known[position]:
+            said = "A token was run a second time: the cache now holds its K and V twice."
+        elif i >= P and token == session.first_rows.get(i):
+            said = ROW_0
+        raise AssertionError(f"{said}\n{seen}")
+    assert got != known, f"The prompt itself was returned as well; only the output is asked for.\n{case} {got}"
+    said = f"{case} You returned {got}, without a cache it is {wanted}."
+    assert len(got) == n, f"Output tokens returned: {len(got)}; {n} asked for.\n{said}"
+    assert max(got) < spec.vocab_size, f"{NO_SUCH.format(max(got))}\n{said}"
+    assert got[0] != session.first_rows.get(P) or got == wanted, f"{ROW_0}\n{said}"
+    assert got == wanted, f"The right tokens were run, but others were returned.\n{said}"
+
+# %% count-1-2 jupyter={"source_hidden": true}
+def count_reads(P, n):
+    """Runs a prefill and n - 1 decode steps; what each decode step read, from the cache itself."""
+    session, reads = Session(limit=10**6), []
+    session([1] * P, range(P))
+    for _ in range(n - 1):
+        held = session.cache.get_seq_length()
+        session([1], [held])
+        reads.append(session.cache.get_seq_length())
+    return reads
+
+
+def slips_1_2(P, n, reads):
+    """The usual slips, each with its answer."""
+    total, ends = sum(reads), (reads or [0])[-1]
+    o1 = "as if a cache made decoding O(1). It saves computing K and V again, not reading them."
+    return {
+        f"That is one read per step, {o1}": len(reads),
+        f"That is one read per output token, {o1}": n,
+        "The cache grows: output tokens are read as well as the prompt's.": len(reads) * P,
+        "A step reads more than the prompt, and the first output token needs no step.": n * P,
+        "The prompt's K and V are read as well, in every step.": total - len(reads) * P,
+        "A step too many: the first output token comes out of the prefill.": total + P + n,
+        "A new token reads its own K and V, too: they are written first.": total - len(reads),
+        "The prefill is not counted here.": total + P,
+        "The prefill (each token up to itself) is not counted here.": total + P * (P + 1) // 2,
+        "That is what the last step reads; all steps together are asked for.": ends,
+        "K and V of one token are one token, not two.": 2 * total,
+        "Tokens read are asked for, not tokens run.": P + n - 1,
+    }
+
+# %% judge-1-3 jupyter={"source_hidden": true}
+def who_sees_whom(num_tokens):
+    """[num_tokens, num_tokens] bool, found by changing one token at a time."""
+    token_ids = torch.arange(num_tokens) * 7 % 251
+    changed = (token_ids + 100 * torch.eye(num_tokens, dtype=torch.long)) % 256
+    moved = model(changed).logits - model(token_ids[None]).logits
+    return (moved.abs().amax(-1) > 1e-3).T
+
+
+def require_chunk(result, c, new):
+    """(positions as a list, mask) if their types and shapes are right, for c computed tokens."""
+    asked = f"Computed: {c}; new: {new}."
+    try:
+        positions, mask = (torch.as_tensor(part) for part in tuple(result))
+    except (TypeError, ValueError, RuntimeError):
+        said = f"chunk_inputs must return (positions, mask), two tensors, not {result!r:.80}"
+        raise AssertionError(said) from None
+    assert mask.ndim == 2 or positions.ndim != 2, "Return positions first, then the mask."
+    assert mask.dtype == torch.bool, (
+        f"The mask must hold True and False, yours is {mask.dtype}; numbers would be added to the "
+        "attention scores."
+    )
+    shape, wanted, all_tokens = tuple(mask.shape), (new, c + new), c + new
+    said = "The mask has another shape."
+    if shape == (new, new):
+        said = "The mask has no columns for the keys that are in the cache."
+    elif shape == (all_tokens, all_tokens):
+        said = "Only new tokens ask: the computed ones have no rows."
+    elif shape == (all_tokens, new):
+        said = "Rows are the new tokens (they ask), columns the keys; here it is the other way round."
+    assert shape == wanted, f"{said}\n{asked} Mask {shape}, should be {wanted}."
+    positions = positions.reshape(-1).tolist()
+    assert len(positions) == new, (
+        f"One position per new token, please.\n{asked} You returned {positions}."
+    )
+    return positions, mask
+
+# %% judge-1-3-b jupyter={"source_hidden": true}
+def picture(c, mask, wanted):
+    """The two masks side by side; # may be seen, . may not."""
+    new, total = mask.shape
+    lines = [f"{'':12}{'yours':{2 * total + 3}}should be"]
+    for i in range(new):
+        yours, right = (" ".join(".#"[int(x)] for x in m[i]) for m in (mask, wanted))
+        lines.append(f"position {c + i:<3}{yours}    {right}")
+    return "\n".join(lines)
+
+
+def wrong_masks(c, new, square):
+    """The usual wrong masks, as changes of the right one; square: who sees whom, without a cache."""
+    right, total = square[c:], c + new
+    later = torch.cat([square[c + 1 :], torch.ones(1, total, dtype=torch.bool)])
+    nothing = torch.zeros(1, total, dtype=torch.bool)
+    in_cache = (torch.arange(total) < c).expand(new, total)
+    return {
+        "The mask is drawn as if the cache were empty: the first new token stands at position "
+        f"{c}, and sees as far.": square[:new],
+        "Every new token sees all others of the chunk, also those that come after it.":
+            torch.ones_like(right),
+        "A token must see itself: its own K is written before anyone reads.":
+            torch.cat([nothing, square])[c : c + new],
+        "Every token sees one key too far, the one of the token after it.": later,
+        "True and False are the wrong way round: True means may see.": ~right,
+        "The new tokens do not see what is in the cache.": right & ~in_cache,
+        "The new tokens see the cache, but not each other.": right & in_cache,
+        "The triangle is turned over: a token sees itself and those that come later.":
+            ~torch.cat([nothing, square])[c : c + new],
+    }  # fmt: skip
+
+
+def wrong_positions(c, new):
+    return {
+        "Positions are one too high: the newest of num_tokens tokens stands at num_tokens - 1.":
+            [c + 1 + i for i in range(new)],
+        "Positions start over at 0 in the chunk; they count the whole sequence.": [*range(new)],
+        "All positions are the same; every new token has its own.": [c] * new,
+    }  # fmt: skip
+
+# %% judge-1-3-c jupyter={"source_hidden": true}
+def judge_chunks(answers):
+    """answers: [(computed, new, positions, mask)], smallest first. Names the slip of all of them."""
+    squares = {c + new: who_sees_whom(c + new) for c, new, _, _ in answers}
+    rights = [(list(range(c, c + new)), squares[c + new][c:]) for c, new, _, _ in answers]
+    for (c, new, got, _), (wanted, _) in zip(answers, rights, strict=True):
+        if got != wanted:
+            said = "The positions are wrong."
+            for slip in wrong_positions(0, 0):
+                if all(wrong_positions(a[0], a[1])[slip] == a[2] for a in answers):
+                    said = slip
+            raise AssertionError(
+                f"{said}\nComputed: {c}; new: {new}. Positions {got}, should be {wanted}"
+            )
+    for (c, new, _, mask), (_, wanted) in zip(answers, rights, strict=True):
+        if torch.equal(mask, wanted):
+            continue
+        said = "The mask is wrong."
+        found = [wrong_masks(c, new, squares[c + new]) for c, new, _, _ in answers]
+        for names in zip(*found, strict=True):  # the same slip of every case
+            slips = (masks[name] for masks, name in zip(found, names, strict=True))
+            if all(torch.equal(a[3], slip) for a, slip in zip(answers, slips, strict=True)):
+                said = names[[a[:2] for a in answers].index((c, new))]
+        raise AssertionError(
+            f"{said}\nComputed: {c}; new: {new}.\n{picture(c, mask, wanted)}"
+        )
+
+
+def rows_kept(token_ids, c, mask):
+    """Rows of a chunk after c tokens whose best next token is that of a run without a cache."""
+    cache, ids = DynamicCache(config=model.config), torch.tensor([token_ids])
+    model(ids[:, :c], None, None, cache)
+    at = torch.arange(c, len(token_ids))[None]
+    logits = model(ids[:, c:], mask[None, None], at, cache).logits[0]
+    return int((logits.argmax(-1) == model(ids).logits[0, c:].argmax(-1)).sum())
+
+# %% judge-1-4 jupyter={"source_hidden": true}
+def rows_of(first, new, heads, dim):
+    """k and v of the tokens from `first` on; no two of their rows are alike."""
+    token, head = torch.arange(first, first + new)[:, None, None], torch.arange(heads)[:, None]
+    k = 100.0 * (token + 1) + 10 * head + torch.arange(dim) / dim
+    return k, -k
+
+
+def read_slab(slab, empty):
+    """{(kind, head, slot): 'K2' of head 0, 'K2/1' of head 1, ...}; '--' as before, '??' no row."""
+    _, heads, slots, dim = slab.shape
+    names = {}
+    for kind, rows in zip("KV", rows_of(0, slots + 4, heads, dim), strict=True):
+        for token in range(slots + 4):
+            for h in range(heads):
+                names[tuple(rows[token, h].tolist())] = f"{kind}{token}" + (f"/{h}" if h else "")
+    found = {}
+    for i in range(2):
+        for h in range(heads):
+            for p in range(slots):
+                row = slab[i, h, p]
+                untouched = torch.equal(row, empty[i, h, p])
+                found[i, h, p] = "--" if untouched else names.get(tuple(row.tolist()), "??")
+    return found
+
+
+def placed(before, start, new, computed, kinds="KV"):
+    """`before` with the new tokens' rows from slot `start` on; kinds: what goes where."""
+    slots = max(p for _, _, p in before) + 1
+    after = dict(before)
+    for (i, h, p), _ in before.items():
+        if start <= p < min(start + new, slots) and kinds[i] != "-":
+            token = computed + p - start
+            after[i, h, p] = f"{kinds[i]}{token}" + (f"/{h}" if h else "")
+    return after
+
+# %% judge-1-4-b jupyter={"source_hidden": true}
+def draw(found, wanted):
+    """A row for each head, found above wanted."""
+    lines = []
+    for i, h in sorted({key[:2] for key in found}):
+        for name, slots in (("found", found), ("should be", wanted)):
+            row = "".join(f"{slots[key]:6}" for key in sorted(slots) if key[:2] == (i, h))
+            lines.append(f"{'KV'[i]}, head {h}  {name:11}{row}")
+    return "\n".join(lines)
+
+
+def judge_write(before, found, c, new):
+    """Compares the slab with what it should hold after `new` tokens were written behind c others."""
+    wanted = placed(before, c, new, c)
+    if found == wanted:
+        return
+    said = "The slab does not hold what it should."
+    inside = [key for key in found if c <= key[2] < c + new]
+    slips = {
+        "The slab that was passed in did not change. Assign to a slice of it; neither a new tensor "
+        "nor an empty slice reaches it.": before,
+        f"One slot too far: the new tokens start at position {c}; a slot was left empty.":
+            placed(before, c + 1, new, c),
+        "The first slots were written over; new tokens go behind those computed.":
+            placed(before, 0, new, c),
+        "K and V are in each other's place.": placed(before, c, new, c, "VK"),
+        "Only K was written; V has its half of the slab.": placed(before, c, new, c, "K-"),
+        "Only V was written; K has its half of the slab.": placed(before, c, new, c, "-V"),
+        "K was written into both halves.": placed(before, c, new, c, "KK"),
+    }  # fmt: skip
+    named = [slip for slip, slab in slips.items() if slab == found]
+    if named:
+        said = named[0]
+    elif any(found[key] != before[key] for key in found.keys() - set(inside)):
+        said = f"Slots outside {c} to {c + new - 1} have changed; they belong to others."
+    elif sorted(found[key] for key in inside) == sorted(wanted[key] for key in inside):
+        said = "Tokens and heads are mixed up: exchange dimensions with transpose; reshape only renames them."
+    raise AssertionError(f"{said}\nComputed: {c}; new: {new}.\n{draw(found, wanted)}")
+
+# %% judge-1-4-c jupyter={"source_hidden": true}
+def try_write(slab, empty, c, new):
+    """One write that fits, judged; returns the new count."""
+    _, heads, slots, dim = slab.shape
+    k, v = rows_of(c, new, heads, dim)
+    before, case = read_slab(slab, empty), f"Slots: {slots}; computed: {c}; new: {new}."
+    try:
+        got = write_kv(slab, c, k, v)
+    except NotImplementedError:  # not yet written
+        raise
+    except OutOfKVMemory:
+        full = ": a slab may be exactly full" if c + new == slots else ""
+        raise AssertionError(f"Refused, though it fits{full}. {case}") from None
+    except (RuntimeError, IndexError) as error:
+        raise AssertionError(
+            f"PyTorch refused: {error}\nCompare the order of dimensions: slab[0] is "
+            f"{list(slab[0].shape)} (heads, slots, head_dim), k is {list(k.shape)} (tokens, heads, "
+            f"head_dim). {case}"
+        ) from None
+    same = all(torch.equal(a, b) for a, b in zip((k, v), rows_of(c, new, heads, dim), strict=True))
+    assert same, "k or v was changed; they are only to be read."
+    judge_write(before, read_slab(slab, empty), c, new)
+    assert require_number(got, "write_kv") == c + new, (
+        f"write_kv returned {got}, but now {c + new} tokens have K and V. {case}"
+    )
+    return c + new
+
+# %% judge-1-4-d jupyter={"source_hidden": true}
+def try_overflow(slab, c, new):
+    """One write that does not fit: it must be refused by name, with the slab untouched."""
+    _, heads, slots, dim = slab.shape
+    before, case = slab.clone(), f"Slots: {slots}; computed: {c}; new: {new}."
+    try:
+        write_kv(slab, c, *rows_of(c, new, heads, dim))
+    except OutOfKVMemory as error:
+        numbers = set(map(int, re.findall(r"\d+", str(error))))
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        other = f"{type(error).__name__}: {error}"
+        raise AssertionError(f"Refuse by name, with OutOfKVMemory. {case}\nThis was {other}") from None
+    else:
+        raise AssertionError(f"What does not fit was taken without a word. {case}")
+    assert torch.equal(slab, before), f"Refused too late: a part had been written. {case}"
+    assert {c + new, slots} <= numbers or {new, slots - c} <= numbers, (
+        f"The message must name the slots needed ({c + new}) and those there are ({slots})."
+    )
+
+# %% count-1-5 jupyter={"source_hidden": true}
+def counted_rows(peak_flops, bandwidth, bytes_per_value, in_features, out_features):
+    """Where the two times of a layer of this shape meet, by PyTorch's own count of operations."""
+    x = torch.empty(1, in_features, device="meta")
+    weight = torch.empty(out_features, in_features, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        linear(x, weight)
+    num_bytes = weight.to(DTYPES[8 * bytes_per_value]).nbytes
+    return (num_bytes / bandwidth) / (counter.get_total_flops() / peak_flops)
+
+
+def slips_1_5(wanted, peak_flops, bandwidth, size):
+    """The usual slips, each with its answer."""
+    flat = peak_flops / bandwidth
+    return {
+        "A multiplication and an addition are two operations; one was counted.": 2 * wanted,
+        "bytes_per_value is in bytes; it was taken for bits, or turned into them.": 8 * wanted,
+        "bytes_per_value is in bytes: it was taken for bits, or turned into them.": wanted / 8,
+        "That ignores bytes_per_value, and is right for one width only: for 2 bytes.": flat,
+        "That ignores bytes_per_value, and is right for one width only: for 1 byte.": flat / 2,
+        "Wider weights take longer to read, so they need more rows, not fewer.": flat / size / 2,
+        "Wider weights take longer to read: they need more rows, not fewer.": flat / size,
+        "Wider weights take longer to read. They need more rows, not fewer.": 2 * flat / size,
+        "Hardly a row: is a quotient upside down, or a unit lost?": 1 / wanted,
+    }
+
+# %% count-1-5-b jupyter={"source_hidden": true}
+def counted_intensity(q, kv, dim, num_tokens, num_seqs, size):
+    """By PyTorch's own count: queries of a group are stacked, so that K and V are read once."""
+    queries = torch.empty(num_seqs, kv, q // kv, dim, device="meta")
+    keys = torch.empty(num_seqs, kv, num_tokens, dim, device="meta")
+    values = torch.empty_like(keys)
+    with FlopCounterMode(display=False) as counter:
+        scores = queries @ keys.mT
+        scores @ values
+    dtype = DTYPES[8 * size]
+    return counter.get_total_flops() / (keys.to(dtype).nbytes + values.to(dtype).nbytes)
+
+
+def slips_1_5_b(q, kv, dim, num_tokens, num_seqs, size):
+    """The usual slips, each with the factor by which its answer is off."""
+    return {
+        "More sequences do not help: each brings K and V of its own to read, so operations and "
+        "bytes grow together.": num_seqs,
+        "A longer sequence does not help: it has more K and V to read.": num_tokens,
+        "As many heads were counted in the operations as in the bytes: every query head computes, "
+        "but a group shares the K and V of one kv head.": kv / q,
+        "Query heads and kv heads have changed places.": (kv / q) ** 2,
+        "Half of the operations are missing: two products, each with multiplications and "
+        "additions.": 1 / 2,
+        "Half of the bytes are missing: K and V are both read.": 2,
+        "Bits are not bytes: bytes_per_value needs no factor of 8.": 1 / 8,
+        "A value has bytes_per_value bytes; values were counted, not bytes.": size,
+        "The operations of one sequence were divided by the bytes of all.": 1 / num_seqs,
+        "head_dim is in both counts, and drops out.": dim,
+    }
 
 # %% [markdown]
 # ## Exercise 1.1: what a cache weighs
@@ -146,42 +583,6 @@ def kv_bytes(config, num_tokens, bits_per_value):
 # The check builds each model without its weights (PyTorch's `meta` device knows shapes only), runs
 # the tokens through it and counts the bytes of the tensors in transformers' own cache.
 
-# %% count-1-1
-DTYPES = {32: torch.float32, 16: torch.bfloat16, 8: torch.float8_e4m3fn}
-
-
-def counted_kv_bytes(config, num_tokens, bits_per_value):
-    shape = {key: value for key, value in config.items() if key != "dtype"}
-    with torch.device("meta"):
-        llama = LlamaForCausalLM(LlamaConfig(vocab_size=8, intermediate_size=8, **shape))
-        cache = DynamicCache(config=llama.config)
-        llama(torch.zeros(1, num_tokens, dtype=torch.long), None, None, cache)
-    kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum(tensor.to(DTYPES[bits_per_value]).nbytes for tensor in kept)
-
-
-def slips_1_1(config, num_tokens, bits):
-    """The usual slips, each with the factor by which its answer is off."""
-    q = config["num_attention_heads"]
-    kv = config.get("num_key_value_heads", q)
-    narrow = config["hidden_size"] / q
-    slips = {
-        "The query heads were counted; K and V exist once per kv head.": q / kv,
-        "Only one of K and V was counted; a token keeps both.": 1 / 2,
-        "Bits are not bytes: a byte is 8 of them.": 8,
-        "head_dim was taken from hidden_size, but this config gives its own.":
-            narrow / config.get("head_dim", narrow),
-        "The width of the weights was used; the cache has its own.":
-            {"float32": 32, "bfloat16": 16}[config["dtype"]] / bits,
-        "Two bytes per value were taken for granted; bits_per_value says how many.": 16 / bits,
-        "One layer was counted; every layer keeps K and V.": 1 / config["num_hidden_layers"],
-        "One token was counted, whatever num_tokens says.": 1 / num_tokens,
-        "One kv head was counted; every kv head has its K and V.": 1 / kv,
-        "One token is missing: all num_tokens are in the cache here.": 1 - 1 / num_tokens,
-    }  # fmt: skip
-    units = {"KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
-    return slips | {f"That is in {unit}; bytes were asked for.": 1 / u for unit, u in units.items()}
-
 # %% check-1-1
 rng, configs = random.Random(11), []
 for size in range(1, 9):
@@ -208,14 +609,14 @@ for config, num_tokens, bits in configs:
     cases.append((asked, got, wanted, slips))
 explain(cases)
 
-# head_dim x query heads: 128 x 32 is 4,096 for the first two, and neither 5,120 nor 1,024 below.
+# Three models, from their config.json. head_dim is 128 in each, hidden_size / heads 128, 160, 64.
 llama = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 llama |= {"hidden_size": 4096, "num_hidden_layers": 32, "dtype": "bfloat16"}
 nemo = llama | {"hidden_size": 5120, "num_hidden_layers": 40}
 qwen = llama | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
 for name, config in {"Llama 3.1 8B": llama, "Mistral Nemo": nemo, "Qwen3 0.6B": qwen}.items():
-    one, full = kv_bytes(config, 1, 16), kv_bytes(config, 131072, 16)
-    print(f"{name:12}  {int(one):>9,} bytes per token, {int(full) / 2**30:4.1f} GiB for 131,072 tokens")
+    one, many = int(kv_bytes(config, 1, 16)), int(kv_bytes(config, 32768, 16))
+    print(f"{name:12}  {one:>9,} bytes per token, {many / 2**30:.1f} GiB for 32,768 tokens")
 
 # %% [markdown]
 # ## Exercise 1.2: the cached loop, and what it still costs
@@ -254,6 +655,8 @@ generate_uncached([72, 105, 33], 4)
 #                             1st  2nd decode step
 # ```
 #
+# To try your loop: `generate(Session(), [72, 105, 33], 4)` gives the four tokens printed above.
+#
 # <details><summary>Hint 1: a nudge</summary>
 # After the prefill you know one token more than the cache does. Which one, and where does it stand?
 # </details>
@@ -285,85 +688,13 @@ def generate(session, prompt, num_output_tokens):
     return output
     ### END SOLUTION
 
-# %% session
-ROW_0 = "The next token was read off row 0; what follows the newest token stands in the last row."
-NO_SUCH = "There is no token {}: take the argmax of the last row of the logits, not of all rows."
-
-
-class Session:
-    """The model with a cache of its own. It writes down what is run, for the check to read."""
-
-    def __init__(self, limit):
-        self.cache, self.limit = DynamicCache(config=model.config), limit
-        self.token_ids, self.positions = [], []  # of all calls, in order
-        self.first_rows = {}  # number of tokens run -> best token of the call's first row
-
-    def __call__(self, token_ids, positions):
-        tokens, at = (
-            torch.as_tensor(x if hasattr(x, "__index__") else list(x)).reshape(-1).long()
-            for x in (token_ids, positions)
-        )
-        assert len(tokens), (
-            "The session was called without tokens. The token just sampled has no K and V yet: "
-            "num_computed_tokens does not count it, and it is the one to run now."
-        )
-        assert len(tokens) == len(at), f"{len(tokens)} tokens were run at {len(at)} positions."
-        assert 0 <= min(tokens) <= max(tokens) < spec.vocab_size, NO_SUCH.format(max(tokens))
-        self.token_ids += tokens.tolist()
-        self.positions += at.tolist()
-        assert len(self.token_ids) < self.limit, (
-            f"{len(self.token_ids)} tokens were run and the loop goes on: does it ever stop?"
-        )
-        logits = model(tokens[None], None, at[None], self.cache).logits[0]
-        self.first_rows[len(self.token_ids)] = int(logits[0].argmax())
-        return logits
-
-# %% judge-1-2
-def judge_loop(prompt, wanted, got, session):
-    """Says how a loop went wrong, from what it returned and what it ran."""
-    known, ran, at = prompt + wanted, session.token_ids, session.positions
-    P, n = len(prompt), len(wanted)
-    case = f"Prompt {prompt}, output tokens: {n}."
-    assert ran, "The session was never called; running on its cache is what this loop is about."
-    for i, (token, position) in enumerate(zip(ran, at, strict=True)):
-        if (i, token, position) == (P + n - 1, known[i], i):
-            raise AssertionError(
-                f"One forward pass too many: the last output token was run too, and nobody asks "
-                f"what follows it.\n{case} {len(ran)} tokens were run, {P + n - 1} are needed."
-            )
-        if (token, position) == (known[i], i):
-            continue
-        seen = "\n".join((
-            case, f"  run so far    {ran[: i + 1]}", f"  at positions  {at[: i + 1]}",
-            f"  should be     {known[: i + 1]}", f"  at positions  {list(range(i + 1))}",
-        ))  # fmt: skip
-        said = f"The token at index {i} of the sequence was not run as it should be."
-        if position == i + 1 and token == known[i]:
-            said = f"A position is one too high: of {i + 1} tokens the newest stands at num_tokens - 1, not at num_tokens."
-        elif i >= P and ran[i : i + P] == prompt and at[i : i + P] == at[:P]:
-            said = "The prompt was run again, though the cache holds its K and V already."
-        elif i >= P and token == known[i] and position == i - P:
-            said = "The positions start over at 0 after the prompt; they count the whole sequence."
-        elif token == known[i]:
-            said = f"A token ran at position {position}; it stands at {i}."
-        elif position < i and token == known[position]:
-            said = "A token was run a second time: the cache now holds its K and V twice."
-        elif i >= P and token == session.first_rows.get(i):
-            said = ROW_0
-        raise AssertionError(f"{said}\n{seen}")
-    assert got != known, f"The prompt itself was returned as well; only the output is asked for.\n{case} {got}"
-    said = f"{case} You returned {got}, without a cache it is {wanted}."
-    assert len(got) == n, f"Output tokens returned: {len(got)}; {n} asked for.\n{said}"
-    assert max(got) < spec.vocab_size, f"{NO_SUCH.format(max(got))}\n{said}"
-    assert got[0] != session.first_rows.get(P) or got == wanted, f"{ROW_0}\n{said}"
-    assert got == wanted, f"The right tokens were run, but others were returned.\n{said}"
-
 # %% check-1-2
 rng = random.Random(12)
 for P, n in [(2, 1), (3, 2), (2, 4), (1, 3), (9, 5), (24, 12)]:
     prompt = [rng.randrange(256) for _ in range(P)]
     session, given = Session(limit=10 + (P + n) ** 2), list(prompt)
     got = generate(session, given, n)
+    got = list(got) if hasattr(got, "__iter__") else got
     try:
         got = [int(token) for token in got]
     except (TypeError, ValueError):
@@ -409,37 +740,6 @@ def tokens_read(num_prompt_tokens, num_output_tokens):
 
 # %% [markdown]
 # The check counts for itself: it runs a loop and asks the cache for its length after each step.
-
-# %% count-1-2
-def count_reads(P, n):
-    """Runs a prefill and n - 1 decode steps; what each decode step read, from the cache itself."""
-    session, reads = Session(limit=10**6), []
-    session([1] * P, range(P))
-    for _ in range(n - 1):
-        held = session.cache.get_seq_length()
-        session([1], [held])
-        reads.append(session.cache.get_seq_length())
-    return reads
-
-
-def slips_1_2(P, n, reads):
-    """The usual slips, each with its answer."""
-    total, ends = sum(reads), (reads or [0])[-1]
-    o1 = "as if a cache made decoding O(1). It saves computing K and V again, not reading them."
-    return {
-        f"That is one read per step, {o1}": len(reads),
-        f"That is one read per output token, {o1}": n,
-        "The cache grows: output tokens are read as well as the prompt's.": len(reads) * P,
-        "A step reads more than the prompt, and the first output token needs no step.": n * P,
-        "The prompt's K and V are read as well, in every step.": total - len(reads) * P,
-        "A step too many: the first output token comes out of the prefill.": total + P + n,
-        "A new token reads its own K and V, too: they are written first.": total - len(reads),
-        "The prefill is not counted here.": total + P,
-        "The prefill (each token up to itself) is not counted here.": total + P * (P + 1) // 2,
-        "That is what the last step reads; all steps together are asked for.": ends,
-        "K and V of one token are one token, not two.": 2 * total,
-        "Tokens read are asked for, not tokens run.": P + n - 1,
-    }
 
 # %% check-1-2-b
 cases = []
@@ -510,120 +810,6 @@ def chunk_inputs(num_computed_tokens, num_new_tokens):
 # %% [markdown]
 # What is right is found by experiment: in a whole run without a cache, one token is changed at a
 # time. The rows whose logits move have seen it.
-
-# %% judge-1-3
-def who_sees_whom(num_tokens):
-    """[num_tokens, num_tokens] bool, found by changing one token at a time."""
-    token_ids = torch.arange(num_tokens) * 7 % 251
-    changed = (token_ids + 100 * torch.eye(num_tokens, dtype=torch.long)) % 256
-    moved = model(changed).logits - model(token_ids[None]).logits
-    return (moved.abs().amax(-1) > 1e-3).T
-
-
-def require_chunk(result, c, new):
-    """(positions as a list, mask) if their types and shapes are right, for c computed tokens."""
-    asked = f"Computed: {c}; new: {new}."
-    try:
-        positions, mask = (torch.as_tensor(part) for part in tuple(result))
-    except (TypeError, ValueError, RuntimeError):
-        said = f"chunk_inputs must return (positions, mask), two tensors, not {result!r:.80}"
-        raise AssertionError(said) from None
-    assert mask.ndim == 2 or positions.ndim != 2, "Return positions first, then the mask."
-    assert mask.dtype == torch.bool, (
-        f"The mask must hold True and False, yours is {mask.dtype}; numbers would be added to the "
-        "attention scores."
-    )
-    shape, wanted, all_tokens = tuple(mask.shape), (new, c + new), c + new
-    said = "The mask has another shape."
-    if shape == (new, new):
-        said = "The mask has no columns for the keys that are in the cache."
-    elif shape == (all_tokens, all_tokens):
-        said = "Only new tokens ask: the computed ones have no rows."
-    elif shape == (all_tokens, new):
-        said = "Rows are the new tokens (they ask), columns the keys; here it is the other way round."
-    assert shape == wanted, f"{said}\n{asked} Mask {shape}, should be {wanted}."
-    positions = positions.reshape(-1).tolist()
-    assert len(positions) == new, (
-        f"One position per new token, please.\n{asked} You returned {positions}."
-    )
-    return positions, mask
-
-# %% judge-1-3-b
-def picture(c, mask, wanted):
-    """The two masks side by side; # may be seen, . may not."""
-    new, total = mask.shape
-    lines = [f"{'':12}{'yours':{2 * total + 3}}should be"]
-    for i in range(new):
-        yours, right = (" ".join(".#"[int(x)] for x in m[i]) for m in (mask, wanted))
-        lines.append(f"position {c + i:<3}{yours}    {right}")
-    return "\n".join(lines)
-
-
-def wrong_masks(c, new, square):
-    """The usual wrong masks, as changes of the right one; square: who sees whom, without a cache."""
-    right, total = square[c:], c + new
-    later = torch.cat([square[c + 1 :], torch.ones(1, total, dtype=torch.bool)])
-    nothing = torch.zeros(1, total, dtype=torch.bool)
-    in_cache = (torch.arange(total) < c).expand(new, total)
-    return {
-        "The mask is drawn as if the cache were empty: the first new token stands at position "
-        f"{c}, and sees as far.": square[:new],
-        "Every new token sees all others of the chunk, also those that come after it.":
-            torch.ones_like(right),
-        "A token must see itself: its own K is written before anyone reads.":
-            torch.cat([nothing, square])[c : c + new],
-        "Every token sees one key too far, the one of the token after it.": later,
-        "True and False are the wrong way round: True means may see.": ~right,
-        "The new tokens do not see what is in the cache.": right & ~in_cache,
-        "The new tokens see the cache, but not each other.": right & in_cache,
-        "The triangle is turned over: a token sees itself and those that come later.":
-            ~torch.cat([nothing, square])[c : c + new],
-    }  # fmt: skip
-
-
-def wrong_positions(c, new):
-    return {
-        "Positions are one too high: the newest of num_tokens tokens stands at num_tokens - 1.":
-            [c + 1 + i for i in range(new)],
-        "Positions start over at 0 in the chunk; they count the whole sequence.": [*range(new)],
-        "All positions are the same; every new token has its own.": [c] * new,
-    }  # fmt: skip
-
-# %% judge-1-3-c
-def judge_chunks(answers):
-    """answers: [(computed, new, positions, mask)], smallest first. Names the slip of all of them."""
-    squares = {c + new: who_sees_whom(c + new) for c, new, _, _ in answers}
-    rights = [(list(range(c, c + new)), squares[c + new][c:]) for c, new, _, _ in answers]
-    for (c, new, got, _), (wanted, _) in zip(answers, rights, strict=True):
-        if got != wanted:
-            said = "The positions are wrong."
-            for slip in wrong_positions(0, 0):
-                if all(wrong_positions(a[0], a[1])[slip] == a[2] for a in answers):
-                    said = slip
-            raise AssertionError(
-                f"{said}\nComputed: {c}; new: {new}. Positions {got}, should be {wanted}"
-            )
-    for (c, new, _, mask), (_, wanted) in zip(answers, rights, strict=True):
-        if torch.equal(mask, wanted):
-            continue
-        said = "The mask is wrong."
-        found = [wrong_masks(c, new, squares[c + new]) for c, new, _, _ in answers]
-        for names in zip(*found, strict=True):  # the same slip of every case
-            slips = (masks[name] for masks, name in zip(found, names, strict=True))
-            if all(torch.equal(a[3], slip) for a, slip in zip(answers, slips, strict=True)):
-                said = names[[a[:2] for a in answers].index((c, new))]
-        raise AssertionError(
-            f"{said}\nComputed: {c}; new: {new}.\n{picture(c, mask, wanted)}"
-        )
-
-
-def rows_kept(token_ids, c, mask):
-    """Rows of a chunk after c tokens whose best next token is that of a run without a cache."""
-    cache, ids = DynamicCache(config=model.config), torch.tensor([token_ids])
-    model(ids[:, :c], None, None, cache)
-    at = torch.arange(c, len(token_ids))[None]
-    logits = model(ids[:, c:], mask[None, None], at, cache).logits[0]
-    return int((logits.argmax(-1) == model(ids).logits[0, c:].argmax(-1)).sum())
 
 # %% check-1-3
 rng = random.Random(13)
@@ -721,125 +907,6 @@ def write_kv(slab, num_computed_tokens, k, v):
     return end
     ### END SOLUTION
 
-# %% judge-1-4
-def rows_of(first, new, heads, dim):
-    """k and v of the tokens from `first` on; no two of their rows are alike."""
-    token, head = torch.arange(first, first + new)[:, None, None], torch.arange(heads)[:, None]
-    k = 100.0 * (token + 1) + 10 * head + torch.arange(dim) / dim
-    return k, -k
-
-
-def read_slab(slab, empty):
-    """{(kind, head, slot): 'K2' of head 0, 'K2/1' of head 1, ...}; '--' as before, '??' no row."""
-    _, heads, slots, dim = slab.shape
-    names = {}
-    for kind, rows in zip("KV", rows_of(0, slots + 4, heads, dim), strict=True):
-        for token in range(slots + 4):
-            for h in range(heads):
-                names[tuple(rows[token, h].tolist())] = f"{kind}{token}" + (f"/{h}" if h else "")
-    found = {}
-    for i in range(2):
-        for h in range(heads):
-            for p in range(slots):
-                row = slab[i, h, p]
-                untouched = torch.equal(row, empty[i, h, p])
-                found[i, h, p] = "--" if untouched else names.get(tuple(row.tolist()), "??")
-    return found
-
-
-def placed(before, start, new, computed, kinds="KV"):
-    """`before` with the new tokens' rows from slot `start` on; kinds: what goes where."""
-    slots = max(p for _, _, p in before) + 1
-    after = dict(before)
-    for (i, h, p), _ in before.items():
-        if start <= p < min(start + new, slots) and kinds[i] != "-":
-            token = computed + p - start
-            after[i, h, p] = f"{kinds[i]}{token}" + (f"/{h}" if h else "")
-    return after
-
-# %% judge-1-4-b
-def draw(found, wanted):
-    """A row for each head, found above wanted."""
-    lines = []
-    for i, h in sorted({key[:2] for key in found}):
-        for name, slots in (("found", found), ("should be", wanted)):
-            row = "".join(f"{slots[key]:6}" for key in sorted(slots) if key[:2] == (i, h))
-            lines.append(f"{'KV'[i]}, head {h}  {name:11}{row}")
-    return "\n".join(lines)
-
-
-def judge_write(before, found, c, new):
-    """Compares the slab with what it should hold after `new` tokens were written behind c others."""
-    wanted = placed(before, c, new, c)
-    if found == wanted:
-        return
-    said = "The slab does not hold what it should."
-    inside = [key for key in found if c <= key[2] < c + new]
-    slips = {
-        "The slab that was passed in did not change. Assign to a slice of it; neither a new tensor "
-        "nor an empty slice reaches it.": before,
-        f"One slot too far: the new tokens start at position {c}; a slot was left empty.":
-            placed(before, c + 1, new, c),
-        "The first slots were written over; new tokens go behind those computed.":
-            placed(before, 0, new, c),
-        "K and V are in each other's place.": placed(before, c, new, c, "VK"),
-        "Only K was written; V has its half of the slab.": placed(before, c, new, c, "K-"),
-        "Only V was written; K has its half of the slab.": placed(before, c, new, c, "-V"),
-        "K was written into both halves.": placed(before, c, new, c, "KK"),
-    }  # fmt: skip
-    named = [slip for slip, slab in slips.items() if slab == found]
-    if named:
-        said = named[0]
-    elif any(found[key] != before[key] for key in found.keys() - set(inside)):
-        said = f"Slots outside {c} to {c + new - 1} have changed; they belong to others."
-    elif sorted(found[key] for key in inside) == sorted(wanted[key] for key in inside):
-        said = "Tokens and heads are mixed up: exchange dimensions with transpose; reshape only renames them."
-    raise AssertionError(f"{said}\nComputed: {c}; new: {new}.\n{draw(found, wanted)}")
-
-# %% judge-1-4-c
-def try_write(slab, empty, c, new):
-    """One write that fits, judged; returns the new count."""
-    _, heads, slots, dim = slab.shape
-    k, v = rows_of(c, new, heads, dim)
-    before, case = read_slab(slab, empty), f"Slots: {slots}; computed: {c}; new: {new}."
-    try:
-        got = write_kv(slab, c, k, v)
-    except OutOfKVMemory:
-        full = ": a slab may be exactly full" if c + new == slots else ""
-        raise AssertionError(f"Refused, though it fits{full}. {case}") from None
-    except (RuntimeError, IndexError) as error:
-        raise AssertionError(
-            f"PyTorch refused: {error}\nCompare the order of dimensions: slab[0] is "
-            f"{list(slab[0].shape)} (heads, slots, head_dim), k is {list(k.shape)} (tokens, heads, "
-            f"head_dim). {case}"
-        ) from None
-    same = all(torch.equal(a, b) for a, b in zip((k, v), rows_of(c, new, heads, dim), strict=True))
-    assert same, "k or v was changed; they are only to be read."
-    judge_write(before, read_slab(slab, empty), c, new)
-    assert require_number(got, "write_kv") == c + new, (
-        f"write_kv returned {got}, but now {c + new} tokens have K and V. {case}"
-    )
-    return c + new
-
-# %% judge-1-4-d
-def try_overflow(slab, c, new):
-    """One write that does not fit: it must be refused by name, with the slab untouched."""
-    _, heads, slots, dim = slab.shape
-    before, case = slab.clone(), f"Slots: {slots}; computed: {c}; new: {new}."
-    try:
-        write_kv(slab, c, *rows_of(c, new, heads, dim))
-    except OutOfKVMemory as error:
-        numbers = set(map(int, re.findall(r"\d+", str(error))))
-    except Exception as error:
-        other = f"{type(error).__name__}: {error}"
-        raise AssertionError(f"Refuse by name, with OutOfKVMemory. {case}\nThis was {other}") from None
-    else:
-        raise AssertionError(f"What does not fit was taken without a word. {case}")
-    assert torch.equal(slab, before), f"Refused too late: a part had been written. {case}"
-    assert {c + new, slots} <= numbers or {new, slots - c} <= numbers, (
-        f"The message must name the slots needed ({c + new}) and those there are ({slots})."
-    )
-
 # %% check-1-4
 rng = random.Random(14)
 runs = [(1, 2, [1, 1, 1]), (2, 2, [3, 1]), (2, 3, [2, 1, 1])]
@@ -915,32 +982,6 @@ def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
 # %% [markdown]
 # The check lets PyTorch count the operations of real layers, and their weights' bytes.
 
-# %% count-1-5
-def counted_rows(peak_flops, bandwidth, bytes_per_value, in_features, out_features):
-    """Where the two times of a layer of this shape meet, by PyTorch's own count of operations."""
-    x = torch.empty(1, in_features, device="meta")
-    weight = torch.empty(out_features, in_features, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        linear(x, weight)
-    num_bytes = weight.to(DTYPES[8 * bytes_per_value]).nbytes
-    return (num_bytes / bandwidth) / (counter.get_total_flops() / peak_flops)
-
-
-def slips_1_5(wanted, peak_flops, bandwidth, size):
-    """The usual slips, each with its answer."""
-    flat = peak_flops / bandwidth
-    return {
-        "A multiplication and an addition are two operations; one was counted.": 2 * wanted,
-        "bytes_per_value is in bytes; it was taken for bits, or turned into them.": 8 * wanted,
-        "bytes_per_value is in bytes: it was taken for bits, or turned into them.": wanted / 8,
-        "That ignores bytes_per_value, and is right for one width only: for 2 bytes.": flat,
-        "That ignores bytes_per_value, and is right for one width only: for 1 byte.": flat / 2,
-        "Wider weights take longer to read, so they need more rows, not fewer.": flat / size / 2,
-        "Wider weights take longer to read: they need more rows, not fewer.": flat / size,
-        "Wider weights take longer to read. They need more rows, not fewer.": 2 * flat / size,
-        "Hardly a row: is a quotient upside down, or a unit lost?": 1 / wanted,
-    }
-
 # %% check-1-5
 rng, cases = random.Random(15), []
 for size in [2, 2, 4, 1, 1, 4]:
@@ -955,10 +996,9 @@ for asked, got, wanted, _ in cases:
     assert got == round(got), f"Rows are whole: round up.\n{asked} you returned {got:.3f}"
     assert got >= wanted, f"One row short: with {got:.0f} rows reading still takes longer.\n{asked}"
     assert got - 1 < wanted, f"One row too many: {got - 1:.0f} rows are enough.\n{asked}"
-# Datasheet numbers, dense bf16: A100 40 GB and H100 SXM; then the H100 with 1-byte weights.
-for name, chip in {"A100": (312e12, 1555e9, 2), "H100": (989.4e12, 3350e9, 2),
-                   "H100, fp8": (1978.9e12, 3350e9, 1)}.items():  # fmt: skip
-    print(f"{name:10} {float(rows_to_compute_bound(*chip)):.0f} rows")
+for gpu in GPUS.values():  # as in the chapter: bf16, from the datasheets
+    rows, half = (float(rows_to_compute_bound(gpu.bf16_flops, gpu.bandwidth, n)) for n in (2, 1))
+    print(f"{gpu.name:13}  {rows:.0f} rows; with weights stored in one byte {half:.0f}")
 
 # %% [markdown]
 # **Second part: and attention?** A decode step has one new token in each of `num_seqs` sequences.
@@ -967,7 +1007,7 @@ for name, chip in {"A100": (312e12, 1555e9, 2), "H100": (989.4e12, 3350e9, 2),
 # V are read once; the query heads of one group share that reading.
 #
 # **How many floating-point operations does a decode step's attention do per byte of K and V that it
-# reads?** (Count the two products; leave out the softmax and the queries themselves.) Before you
+# reads?** This is its *arithmetic intensity*. (Count the two products; leave out the softmax and the queries themselves.) Before you
 # write: which of the six arguments will matter?
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -998,37 +1038,6 @@ def attention_flops_per_byte(
     return flops / num_bytes
     ### END SOLUTION
 
-# %% count-1-5-b
-def counted_intensity(q, kv, dim, num_tokens, num_seqs, size):
-    """By PyTorch's own count: queries of a group are stacked, so that K and V are read once."""
-    queries = torch.empty(num_seqs, kv, q // kv, dim, device="meta")
-    keys = torch.empty(num_seqs, kv, num_tokens, dim, device="meta")
-    values = torch.empty_like(keys)
-    with FlopCounterMode(display=False) as counter:
-        scores = queries @ keys.mT
-        scores @ values
-    dtype = DTYPES[8 * size]
-    return counter.get_total_flops() / (keys.to(dtype).nbytes + values.to(dtype).nbytes)
-
-
-def slips_1_5_b(q, kv, dim, num_tokens, num_seqs, size):
-    """The usual slips, each with the factor by which its answer is off."""
-    return {
-        "More sequences do not help: each brings K and V of its own to read, so operations and "
-        "bytes grow together.": num_seqs,
-        "A longer sequence does not help: it has more K and V to read.": num_tokens,
-        "As many heads were counted in the operations as in the bytes: every query head computes, "
-        "but a group shares the K and V of one kv head.": kv / q,
-        "Query heads and kv heads have changed places.": (kv / q) ** 2,
-        "Half of the operations are missing: two products, each with multiplications and "
-        "additions.": 1 / 2,
-        "Half of the bytes are missing: K and V are both read.": 2,
-        "Bits are not bytes: bytes_per_value needs no factor of 8.": 1 / 8,
-        "A value has bytes_per_value bytes; values were counted, not bytes.": size,
-        "The operations of one sequence were divided by the bytes of all.": 1 / num_seqs,
-        "head_dim is in both counts, and drops out.": dim,
-    }
-
 # %% check-1-5-b
 rng, cases = random.Random(16), []
 for step in range(8):
@@ -1051,8 +1060,8 @@ for name, heads in {"SmolLM2": (9, 3, 64), "Llama 3.1 8B": (32, 8, 128)}.items()
     print(f"{name:12}  {each[0]:.2f} with 1 sequence, {each[1]:.2f} with 64, {each[2]:.2f} with 512")
 
 # %% [markdown]
-# Compare the two parts. An A100 wants about 200 operations for every byte that it reads. A linear layer
-# gets there with enough rows. Decode attention stays where it is, whatever the batch.
+# Compare the two parts. A GPU wants some 150 to 300 operations for every byte that it reads. A linear
+# layer gets there with enough rows. Decode attention stays where it is, whatever the batch.
 
 # %% [markdown]
 # ## Exercise 1.6: in two lines

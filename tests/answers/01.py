@@ -316,7 +316,13 @@ def generate(session, prompt, num_output_tokens):
     params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
     return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
 
-# %% ex-1-2-b no delegate: the package never counts what attention reads
+# %% ex-1-2-b delegates: the chapter's figure, which counts the prefill's queries too
+# says: the prefill (each token up to itself)
+def tokens_read(num_prompt_tokens, num_output_tokens):
+    from minikv.viz import decode
+
+    _, reads = decode.attention_reads(num_prompt_tokens, num_output_tokens)
+    return sum(new + old for new, old in reads)
 
 # %% ex-1-2-b right: a loop
 def tokens_read(num_prompt_tokens, num_output_tokens):
@@ -704,7 +710,12 @@ def write_kv(slab, num_computed_tokens, k, v):
     slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
     return end + 1
 
-# %% ex-1-5 no delegate: the package holds facts of GPUs, not where their two speeds meet
+# %% ex-1-5 delegates: the ridge of the package's GPU, FLOP per byte
+# says: right for one width only
+def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
+    from minikv.specs import GPU
+
+    return math.ceil(GPU("", 0, bandwidth, peak_flops, "").ridge)
 
 # %% ex-1-5 right: one formula
 def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
