@@ -4,6 +4,7 @@ It joins the parts: a transformers model that attends through block tables, a KV
 scheduler, and core's loop on the wall clock. The interface follows vLLM's `LLM`.
 """
 
+import contextlib
 import inspect
 import itertools
 import time
@@ -222,9 +223,9 @@ class LLM:
         job = self._jobs.get(request_id)
         if job is None:
             return False
+        self._forget(job)
         for sample in job.samples:
             self.scheduler.abort(sample.request, self.core.clock.now())
-        self._forget(job)
         return True
 
     def has_unfinished_requests(self) -> bool:
@@ -300,9 +301,11 @@ class LLM:
                         yield output
                     else:
                         self._held[request_id] = output
-        finally:
+        except BaseException:  # an interrupt and a caller who has heard enough included
             for request_id in own:
-                self.abort(request_id)
+                with contextlib.suppress(Exception):  # a broken manager must not hide what it was
+                    self.abort(request_id)
+            raise
 
     # -- inside -----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from managers import ByHandManager, MinimalManager
 from reference import greedy
 
 from minikv.engine import LLM
-from minikv.kv_cache.base import InvariantBroken, OutOfKVMemory
+from minikv.kv_cache.base import InvariantBroken, KVCacheManager, OutOfKVMemory
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.model.loader import Loaded, load
 from minikv.model.tiny import tiny_model, tiny_tokenizer
@@ -831,6 +831,21 @@ def test_a_broken_manager_is_told_so_in_words(tiny, manager, error, message):
     with pytest.raises(error, match=message):
         for _ in range(5):
             generate(llm, prompts_of(10), SamplingParams(max_tokens=3))
+    assert not llm.has_unfinished_requests()
+    assert not llm.scheduler.has_unfinished_requests
+
+
+def test_a_learners_own_error_is_what_the_learner_sees(tiny):
+    class NotWrittenYet(KVCacheManager):
+        def allocate_slots(self, request, num_new_tokens):
+            raise NotImplementedError("Exercise 4.2")
+
+        def free(self, request):
+            raise KeyError(request.request_id)
+
+    llm = LLM(tiny, kv_cache_manager=NotWrittenYet(8, 4))
+    with pytest.raises(NotImplementedError, match=r"Exercise 4\.2"):
+        generate(llm, ["a", "b"])
     assert not llm.has_unfinished_requests()
     assert not llm.scheduler.has_unfinished_requests
 
