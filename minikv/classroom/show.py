@@ -2,13 +2,14 @@
 
 import inspect
 import textwrap
+from pathlib import Path
 
 
 class Source:
     """A piece of source: highlighted in a notebook, plain in a terminal and under nbval."""
 
     def __init__(self, where, text):
-        self.where = where  # "module:first line"
+        self.where = where  # its file; without a line number, which any edit above it would change
         self.text = text
 
     def __repr__(self):
@@ -39,6 +40,5 @@ def show(obj):
     if name.split(".")[0] != "minikv":
         called = getattr(target, "__qualname__", getattr(target, "__name__", repr(target)))
         raise ValueError(f"show() prints minikv's own source; {called} is defined in {name}")
-    lines, first = inspect.getsourcelines(target)
-    # A module's first line is 0 in inspect's count.
-    return Source(f"{name}:{max(first, 1)}", textwrap.dedent("".join(lines)).rstrip("\n"))
+    path = Path(inspect.getsourcefile(target)).relative_to(Path(__file__).parents[2])
+    return Source(path.as_posix(), textwrap.dedent(inspect.getsource(target)).rstrip("\n"))
