@@ -16,12 +16,12 @@ from tqdm.auto import tqdm
 from minikv.core import EngineCore
 from minikv.kv_cache.base import KVCacheManager, OutOfKVMemory
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
-from minikv.model.detokenizer import IncrementalDetokenizer
+from minikv.model.job import Job, eos_token_ids, is_one_prompt, sample_ids_of, tokenize
 from minikv.model.loader import Loaded, load
 from minikv.model.packing import pack_linears
 from minikv.model.probe import adopt
 from minikv.model.runner import ModelRunner
-from minikv.request import CompletionOutput, Request, RequestOutput, SamplingParams, require_int
+from minikv.request import Request, RequestOutput, SamplingParams, require_int
 from minikv.scheduler import Scheduler, StaticScheduler
 
 CPU_POOL_BYTES = 1 << 30
@@ -152,11 +152,11 @@ class LLM:
         pack_linears(self.model, num_rows=scheduler.max_num_seqs)
         self.runner = ModelRunner(self.model, self.spec, manager)
         self.core = EngineCore(scheduler, self.runner, WallClock(), report_every=report_every)
-        self._jobs = {}  # request_id -> _Job, until it has ended
-        self._samples = {}  # request_id of each of its samples -> (_Job, _Sample)
+        self._jobs = {}  # request_id -> Job, until it has ended
+        self._samples = {}  # request_id of each of its samples -> (Job, Sample)
         self._held = {}  # request_id -> newest output, made while another caller was stepping
         self._ids, self._num_added = itertools.count(), 0
-        self._eos_token_ids = _eos_token_ids(self.model, self.tokenizer)
+        self._eos_token_ids = eos_token_ids(self.model, self.tokenizer)
 
     # -- what it is made of -----------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class LLM:
         Every prompt is checked before the first is started. An interruption takes back whatever
         is still running. Raises as add_request does.
         """
-        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
         if not isinstance(sampling_params, list | tuple):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -259,8 +259,8 @@ class LLM:
         with tqdm(total=len(jobs), desc="requests", disable=not use_tqdm) as bar:
             for output in self._drive(jobs):
                 before = newest.get(output.request_id)
-                num_tokens += _num_output_tokens(output)
-                num_tokens -= 0 if before is None else _num_output_tokens(before)
+                num_tokens += output.num_output_tokens
+                num_tokens -= 0 if before is None else before.num_output_tokens
                 newest[output.request_id] = output
                 rate = num_tokens / max(1e-9, bar.format_dict["elapsed"])
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
@@ -319,7 +319,7 @@ class LLM:
         request_id = self._new_id(params.n) if request_id is None else request_id
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {request_id!r}")
-        sample_ids = _sample_ids(request_id, params.n)
+        sample_ids = sample_ids_of(request_id, params.n)
         taken = [sample_id for sample_id in sample_ids if self._is_taken(sample_id)]
         if taken:
             raise ValueError(
@@ -327,7 +327,7 @@ class LLM:
                 "output step() has yet to return"
             )
 
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids = tokenize(prompt, self.tokenizer, self.spec.name)
         if not token_ids:
             raise ValueError("the prompt is empty: it has no tokens")
         room = self.max_model_len - len(token_ids)
@@ -365,44 +365,17 @@ class LLM:
                 f"that may need {requests[0].max_kv_tokens} slots, and {name} can never give one "
                 f"request so many of the pool's {slots}"
             )
-        return _Job(request_id, text, token_ids, params, requests, self.tokenizer)
+        return Job(request_id, text, token_ids, params, requests, self.tokenizer)
 
     def _new_id(self, n):
         return next(
             request_id
             for request_id in map(str, self._ids)
-            if not any(map(self._is_taken, _sample_ids(request_id, n)))
+            if not any(map(self._is_taken, sample_ids_of(request_id, n)))
         )
 
     def _is_taken(self, sample_id):
         return sample_id in self._samples or sample_id in self._held
-
-    def _tokenize(self, prompt):
-        """(text or None, token ids)"""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this model has no tokenizer: give token ids instead of text")
-            return prompt, self.tokenizer(prompt)["input_ids"]
-        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
-            return self._apply_chat_template(list(prompt))
-        if isinstance(prompt, list | tuple | np.ndarray):
-            return None, [require_int("a token id", token, at_least=0) for token in prompt]
-        raise TypeError(
-            "a prompt is a string, a list of token ids or a list of chat messages, not "
-            f"{type(prompt).__name__}"
-        )
-
-    def _apply_chat_template(self, messages):
-        for message in messages:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise ValueError(f"a chat message needs 'role' and 'content', but got {message!r}")
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError(f"{self.spec.name} has no chat template: give text or token ids")
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        # The template has written the special tokens already.
-        return text, self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _add(self, job):
         requests = [sample.request for sample in job.samples]
@@ -440,94 +413,6 @@ class LLM:
             if output.finished:
                 self._forget(job)
         return outputs
-
-
-class _Sample:
-    """One sample of a job: its request and the text of what it has sampled so far."""
-
-    def __init__(self, request, tokenizer, stop):
-        self.request = request
-        self.detokenizer = IncrementalDetokenizer(tokenizer, stop) if tokenizer else None
-        self._num_read = 0  # output tokens that are in the text
-
-    @property
-    def stopped(self):
-        return self.detokenizer is not None and self.detokenizer.stopped
-
-    @property
-    def text(self):
-        return self.detokenizer.text if self.detokenizer else ""
-
-    def read_new_tokens(self) -> bool:
-        """Takes in what was sampled since the last call; whether there was anything."""
-        request = self.request
-        new = request.token_ids[request.num_prompt_tokens + self._num_read :]
-        self._num_read += len(new)
-        if self.detokenizer is None:
-            return bool(new)
-        ended_by_token = request.finish_reason == "stop" and new
-        self.detokenizer.append(new[:-1] if ended_by_token else new)
-        if self.stopped and request.finish_reason == "length":
-            request.finish_reason = "stop"  # both in one step: the text says why it ends here
-        if request.finish_reason is not None and not self.stopped:
-            self.detokenizer.finish()
-        return bool(new)
-
-
-class _Job:
-    """What was asked in one add_request: a prompt and its n samples."""
-
-    def __init__(self, request_id, prompt, prompt_token_ids, params, requests, tokenizer):
-        self.request_id, self.prompt, self.params = request_id, prompt, params
-        self.prompt_token_ids = prompt_token_ids
-        self.samples = [_Sample(request, tokenizer, params.stop) for request in requests]
-
-    def snapshot(self, metrics) -> RequestOutput:
-        requests = [sample.request for sample in self.samples]
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=list(self.prompt_token_ids),
-            outputs=[
-                CompletionOutput(
-                    index=request.sample_index,
-                    text=sample.text,
-                    token_ids=request.token_ids[request.num_prompt_tokens :],
-                    finish_reason=request.finish_reason,
-                )
-                for sample, request in zip(self.samples, requests, strict=True)
-            ],
-            finished=all(request.finish_reason for request in requests),
-            num_cached_tokens=max(0, requests[0].num_cached_tokens),
-            metrics=[metrics.of(request) for request in requests],
-            error=next((request.error for request in requests if request.error), None),
-        )
-
-
-def _eos_token_ids(model, tokenizer):
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if eos is None and tokenizer is not None:
-        eos = tokenizer.eos_token_id
-    return set(eos) if isinstance(eos, list | tuple) else {eos} - {None}
-
-
-def _sample_ids(request_id, n):
-    return [request_id] + [f"{request_id}.{i}" for i in range(1, n)]
-
-
-def _num_output_tokens(output):
-    return sum(len(sample.token_ids) for sample in output.outputs)
-
-
-def _is_one_prompt(prompts):
-    if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, list | tuple | np.ndarray):
-        raise TypeError(
-            f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}"
-        )
-    first = prompts[0] if len(prompts) else None
-    return isinstance(first, dict) or hasattr(first, "__index__")
 
 
 def _is_factory(part):

@@ -227,3 +227,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: list = field(default_factory=list)
     error: str | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all samples."""
+        return sum(len(sample.token_ids) for sample in self.outputs)

@@ -1,0 +1,124 @@
+"""The text side of a request: a prompt becomes tokens, its samples' tokens become text."""
+
+import numpy as np
+
+from minikv.model.detokenizer import IncrementalDetokenizer
+from minikv.request import CompletionOutput, RequestOutput, require_int
+
+
+def tokenize(prompt, tokenizer, model_name) -> tuple[str | None, list[int]]:
+    """(the prompt's text, None where it came as tokens; its token ids).
+
+    prompt: a string, taken as it is; token ids; or chat messages, which go through the model's
+    chat template. Raises TypeError or ValueError for anything else, or where the model has no
+    tokenizer or no chat template.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer: give token ids instead of text")
+        return prompt, tokenizer(prompt)["input_ids"]
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
+        return _apply_chat_template(list(prompt), tokenizer, model_name)
+    if isinstance(prompt, list | tuple | np.ndarray):
+        return None, [require_int("a token id", token, at_least=0) for token in prompt]
+    raise TypeError(
+        "a prompt is a string, a list of token ids or a list of chat messages, not "
+        f"{type(prompt).__name__}"
+    )
+
+
+def _apply_chat_template(messages, tokenizer, model_name):
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"a chat message needs 'role' and 'content', but got {message!r}")
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ValueError(f"{model_name} has no chat template: give text or token ids")
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    # The template has written the special tokens already.
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def is_one_prompt(prompts) -> bool:
+    """Whether this is a single prompt of any kind, not a list of them."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, list | tuple | np.ndarray):
+        raise TypeError(
+            f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}"
+        )
+    first = prompts[0] if len(prompts) else None
+    return isinstance(first, dict) or hasattr(first, "__index__")
+
+
+def eos_token_ids(model, tokenizer):
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if eos is None and tokenizer is not None:
+        eos = tokenizer.eos_token_id
+    return set(eos) if isinstance(eos, list | tuple) else {eos} - {None}
+
+
+def sample_ids_of(request_id, n) -> list[str]:
+    """Ids of the n samples of a request; the first has the request's own."""
+    return [request_id] + [f"{request_id}.{i}" for i in range(1, n)]
+
+
+class Sample:
+    """One sample of a job: its request and the text of what it has sampled so far."""
+
+    def __init__(self, request, tokenizer, stop):
+        self.request = request
+        self.detokenizer = IncrementalDetokenizer(tokenizer, stop) if tokenizer else None
+        self._num_read = 0  # output tokens that are in the text
+
+    @property
+    def stopped(self):
+        return self.detokenizer is not None and self.detokenizer.stopped
+
+    @property
+    def text(self):
+        return self.detokenizer.text if self.detokenizer else ""
+
+    def read_new_tokens(self) -> bool:
+        """Takes in what was sampled since the last call; whether there was anything."""
+        request = self.request
+        new = request.token_ids[request.num_prompt_tokens + self._num_read :]
+        self._num_read += len(new)
+        if self.detokenizer is None:
+            return bool(new)
+        ended_by_token = bool(new) and new[-1] in request.stop_token_ids
+        self.detokenizer.append(new[:-1] if ended_by_token else new)
+        if self.stopped and request.finish_reason == "length":
+            request.finish_reason = "stop"  # both in one step: the text says why it ends here
+        if request.finish_reason is not None and not self.stopped:
+            self.detokenizer.finish()
+        return bool(new)
+
+
+class Job:
+    """What was asked in one add_request: a prompt and its n samples."""
+
+    def __init__(self, request_id, prompt, prompt_token_ids, params, requests, tokenizer):
+        self.request_id, self.prompt, self.params = request_id, prompt, params
+        self.prompt_token_ids = prompt_token_ids
+        self.samples = [Sample(request, tokenizer, params.stop) for request in requests]
+
+    def snapshot(self, metrics) -> RequestOutput:
+        requests = [sample.request for sample in self.samples]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_token_ids),
+            outputs=[
+                CompletionOutput(
+                    index=request.sample_index,
+                    text=sample.text,
+                    token_ids=request.token_ids[request.num_prompt_tokens :],
+                    finish_reason=request.finish_reason,
+                )
+                for sample, request in zip(self.samples, requests, strict=True)
+            ],
+            finished=all(request.finish_reason for request in requests),
+            num_cached_tokens=max(0, requests[0].num_cached_tokens),
+            metrics=[metrics.of(request) for request in requests],
+            error=next((request.error for request in requests if request.error), None),
+        )
