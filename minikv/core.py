@@ -31,6 +31,7 @@ class EngineCore:
         self.runner, self.clock = runner, clock
         self.report_every = report_every
         self.metrics = Metrics(self.manager.num_blocks)
+        self.num_ended = 0  # requests that have ended, the refused ones included
 
     def step(self):
         """One iteration. Returns (scheduled, finished)."""
@@ -49,7 +50,19 @@ class EngineCore:
         steps.append(StepRecord(start, end, len(scheduled), num_tokens, num_blocks_in_use))
         if self.report_every and len(steps) % self.report_every == 0:
             self.metrics.reports.append((len(steps) - 1, self.report()))
-        return scheduled, scheduler.update(scheduled, tokens, end, len(steps) - 1)
+        finished = scheduler.update(scheduled, tokens, end, len(steps) - 1)
+        self.num_ended += len(finished)
+        return scheduled, finished
+
+    def submit(self, request):
+        """Queues a request; one that can never fit ends at once, with finish_reason "error"."""
+        try:
+            self.scheduler.add(request)
+        except OutOfKVMemory as refusal:
+            for each in (request, *request.children):
+                each.finish_reason, each.error = "error", str(refusal)
+                each.finish_time = self.clock.now()
+                self.num_ended += 1
 
     def report(self):
         """Where the pool's slots are now, measured against the request that is next in line.
@@ -59,19 +72,14 @@ class EngineCore:
 
     def run(self, arrivals=(), on_step=None):
         """Serves `arrivals`, requests in order of arrival_time, until nothing is left to do.
-
-        A request that can never fit ends at once with finish_reason "error"; the rest go on.
-        """
+        What happens to a request that can never fit: see submit. on_step(core): called after each
+        step."""
         scheduler, clock, queue = self.scheduler, self.clock, iter(arrivals)
         arriving = next(queue, None)
         while arriving is not None or scheduler.has_unfinished_requests:
             now = clock.now()
             while arriving is not None and arriving.arrival_time <= now:
-                try:
-                    scheduler.add(arriving)
-                except OutOfKVMemory as refusal:
-                    arriving.finish_reason, arriving.error = "error", str(refusal)
-                    arriving.finish_time = now
+                self.submit(arriving)
                 arriving = next(queue, None)
             if not scheduler.has_unfinished_requests:
                 if arriving is not None:

@@ -403,6 +403,7 @@ class LLM:
             job, sample = self._samples.get(request.request_id, (None, None))
             if job is None:  # it ended, and this step already told so
                 continue
+            request = sample.request  # scheduled may have been its row in a static batch
             got_token = sample.read_new_tokens()
             if sample.stopped and request.finish_reason is None:
                 self.scheduler.finish(request, "stop", self.core.clock.now())

@@ -139,7 +139,6 @@ class Request:
         "token_runs",
     )
     num_pad_tokens = 0  # padding before its first token: only a row of a static batch has any
-    num_dead_tokens = 0  # computed tokens that nobody will read: likewise
 
     def __init__(
         self,
@@ -186,6 +185,16 @@ class Request:
     def max_kv_tokens(self) -> int:
         """Slots that it can ever need: the last sampled token never gets keys and values."""
         return self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
+    def num_live_tokens(self) -> int:
+        """Tokens whose keys and values may still be read (in a static batch: not all of them)."""
+        return self.num_computed_tokens
+
+    @property
+    def max_live_tokens(self) -> int:
+        """As many as these can become."""
+        return self.max_kv_tokens
 
     def append(self, token_id):
         if self.token_ids is not None:

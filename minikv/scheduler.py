@@ -258,11 +258,14 @@ class PaddedRow(Request):
         return self.request.num_output_tokens
 
     @property
-    def num_dead_tokens(self):
-        """Padding before and after, so far as it is computed."""
-        num_own = self.request.num_tokens - (1 if self.ended is None else 0)
-        before = min(self.num_pad_tokens, self.num_computed_tokens)
-        return before + max(0, self.num_computed_tokens - self.num_pad_tokens - num_own)
+    def num_live_tokens(self):
+        """Its request's own tokens that have K and V and may still be read: no padding."""
+        return min(max(0, self.num_computed_tokens - self.num_pad_tokens), self.max_live_tokens)
+
+    @property
+    def max_live_tokens(self):
+        r = self.request
+        return r.max_kv_tokens if self.ended is None else r.num_tokens - 1
 
 
 class StaticScheduler(Scheduler):
@@ -271,12 +274,14 @@ class StaticScheduler(Scheduler):
     their clients wait for the batch's end.
 
     max_num_batched_tokens still bounds a step: prompts are computed that many tokens (padding
-    counted) at a time.
+    counted) at a time, and a batch never has more rows.
+
+    rows: the running batch, in the order of `running`.
     """
 
     def __init__(self, manager, **limits):
         super().__init__(manager, **limits)
-        self.rows: list[PaddedRow] = []  # of the running batch, in the order of `running`
+        self.rows: list[PaddedRow] = []
 
     def schedule(self):
         self.admitted = []
@@ -284,16 +289,18 @@ class StaticScheduler(Scheduler):
             self._form_batch()
             if not self.rows:
                 self._check_progress([])
-                return [], []
+        if all(row.ended for row in self.rows):  # whoever kept it going was taken out
+            return [], []  # update() closes it
         row = self.rows[0]  # all rows stand at the same column
         num_left = row.num_prompt_tokens - row.num_computed_tokens
-        share = max(1, self.max_num_batched_tokens // len(self.rows))
+        share = self.max_num_batched_tokens // len(self.rows)
         num_new_tokens = max(1, min(num_left, share))
         return [ScheduledRequest(each, num_new_tokens) for each in self.rows], []
 
     def _form_batch(self):
         """The first in line, as many as there is room for."""
-        for size in range(min(self.max_num_seqs, len(self.waiting)), 0, -1):
+        most = min(self.max_num_seqs, self.max_num_batched_tokens, len(self.waiting))
+        for size in range(most, 0, -1):
             batch = [self.waiting[i] for i in range(size)]
             longest = max(request.num_prompt_tokens for request in batch)
             num_slots = longest + max(request.max_tokens for request in batch) - 1
@@ -317,7 +324,7 @@ class StaticScheduler(Scheduler):
         for (row, num_new_tokens), token in zip(scheduled, tokens, strict=True):
             row.num_computed_tokens += num_new_tokens
             request = row.request
-            request.num_computed_tokens = max(0, row.num_computed_tokens - row.num_dead_tokens)
+            request.num_computed_tokens = row.num_live_tokens
             if row.num_computed_tokens < row.num_tokens and token is not None:
                 continue
             if row.ended is None and token is None:
@@ -331,23 +338,30 @@ class StaticScheduler(Scheduler):
             else:
                 row.append(PAD_TOKEN_ID)
         if all(row.ended for row in self.rows):
-            for row in list(self.rows):
-                ended += super().finish(row.request, row.ended, now)
-            self.rows = []
+            rows, self.rows = self.rows, []
+            for row in rows:
+                ended += self._end(row, row.ended, now)
         return ended
 
     def _fan_out(self, parent):
-        """Samples 2 to n come in a later batch."""
-        self.waiting.extendleft(reversed(parent.children))
+        """Samples 2 to n come in a later batch; those that were aborted don't."""
+        alive = [child for child in parent.children if child.finish_reason is None]
+        self.waiting.extendleft(reversed(alive))
         parent.children = []
 
     def finish(self, request, reason, now):
         """An abort or an error leaves the batch at once; whoever ends in another way waits in it
         for the others."""
         row = next((row for row in self.rows if row.request is request), None)
-        if row is not None and reason not in ("abort", "error"):
+        if row is None:
+            return super().finish(request, reason, now)
+        if reason not in ("abort", "error"):
             row.ended = row.ended or reason
             return []
-        if row is not None:
-            self.rows.remove(row)
-        return super().finish(request, reason, now)
+        self.rows.remove(row)
+        return self._end(row, reason, now)
+
+    def _end(self, row, reason, now):
+        row.finish_reason = reason
+        self.manager.free(row)  # the row holds the blocks: the manager knows no other request
+        return super().finish(row.request, reason, now)

@@ -14,6 +14,7 @@ from minikv.scheduler import Scheduler
 VOCAB = 5  # few enough that prompts share prefixes and stop tokens are met
 MASK = (1 << 64) - 1
 EMPTY = 0x243F6A8885A308D3
+PADDING = "padding"  # no number: hashing it fails
 
 
 class OracleError(AssertionError):
@@ -38,6 +39,13 @@ def history(token_ids):
         state = mix(state, token)
         records.append(state)
     return records
+
+
+def records_of(request, end):
+    """What the slots of its first `end` tokens should hold. A static batch's padding is written
+    too, but the tokens after it don't depend on it."""
+    num_pad_tokens = min(end, request.num_pad_tokens)
+    return [PADDING] * num_pad_tokens + history(request.token_ids[num_pad_tokens:end])
 
 
 def next_token(records, sample_index=0):
@@ -145,7 +153,7 @@ class OracleRunner:
             requests.add(name)
             start, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
             expect(end <= request.num_tokens, f"{name!r} computes tokens that it does not know")
-            records = history(request.token_ids[:end])
+            records = records_of(request, end)
             for position in range(start, end):
                 block_id, slot = self._slot(request, position)
                 expect(slot not in written, f"slot {slot} is written twice in one step")
@@ -155,9 +163,10 @@ class OracleRunner:
 
     def _read(self, request, num_new_tokens):
         end = request.num_computed_tokens + num_new_tokens
-        read = [self.pool[self._slot(request, position)[1]] for position in range(end)]
+        start = min(request.num_pad_tokens, end)
+        read = [self.pool[self._slot(request, position)[1]] for position in range(start, end)]
         if self.strict:
-            pairs = enumerate(zip(read, history(request.token_ids[:end]), strict=True))
+            pairs = enumerate(zip(read, records_of(request, end)[start:], strict=True), start)
             wrong = [position for position, (a, b) in pairs if a != b]
             expect(not wrong, f"{request!r} reads wrong content at positions {wrong}")
         if self.has_bad_logits(request):
@@ -181,11 +190,19 @@ class OracleRunner:
         expect(0 <= block_id < limit, f"{what} names block {block_id} of 0 to {limit - 1}")
 
 
-def engine(manager, *, step_time=1.0, has_bad_logits=None, report_every=0, **limits):
-    """The loop over an oracle runner and a fake clock; limits go to the Scheduler."""
+def engine(
+    manager,
+    *,
+    scheduler=Scheduler,
+    step_time=1.0,
+    has_bad_logits=None,
+    report_every=0,
+    **limits,
+):
+    """The loop over an oracle runner and a fake clock; limits go to the scheduler's class."""
     clock = FakeClock()
     runner = OracleRunner(manager, clock, step_time=step_time, has_bad_logits=has_bad_logits)
-    return EngineCore(Scheduler(manager, **limits), runner, clock, report_every=report_every)
+    return EngineCore(scheduler(manager, **limits), runner, clock, report_every=report_every)
 
 
 def reference_of(request):

@@ -23,9 +23,10 @@ from oracle import (
 from minikv.core import EngineCore
 from minikv.kv_cache.base import BlockCopy, OutOfKVMemory
 from minikv.request import Request
-from minikv.scheduler import ScheduledRequest, Scheduler
+from minikv.scheduler import ScheduledRequest, Scheduler, StaticScheduler
 
 NUM_TRACES = 300  # per manager in `make test`; the long test does LONG_FACTOR times as many
+NUM_STATIC_TRACES = 150  # of static batches
 LONG_FACTOR = 100
 MAX_STEPS = 5_000  # a trace needs a few hundred: beyond this it hangs
 
@@ -33,13 +34,14 @@ MAX_STEPS = 5_000  # a trace needs a few hundred: beyond this it hangs
 class Trace:
     """One random run: `Trace(name, seed).run()` raises, or returns what happened as counts."""
 
-    def __init__(self, name, seed):
+    def __init__(self, name, seed, scheduler=Scheduler):
         rnd = self.rnd = random.Random(f"{name}:{seed}")
         self.manager = MANAGERS[name](rnd)
         self.may_run_out = isinstance(self.manager, ScriptedManager)
         self.bad = set()
         self.core = engine(
             self.manager,
+            scheduler=scheduler,
             max_num_seqs=rnd.randint(1, 5),
             max_num_batched_tokens=rnd.choice([1, 2, 4, 8, 64]),
             has_bad_logits=lambda request: request.request_id in self.bad,
@@ -47,7 +49,7 @@ class Trace:
         )
         self.scheduler = self.core.scheduler
         self.to_come, self.everyone, self.ended = [], [], []
-        self.refused = 0
+        self.refused, self.batch = 0, set()
         common = [rnd.randrange(VOCAB) for _ in range(20)]
         for i in range(rnd.randint(1, 7)):
             self._new_request(f"r{i}", common)
@@ -145,6 +147,18 @@ class Trace:
         slots = self.manager.num_blocks * self.manager.block_size
         for _, report in self.core.metrics.reports[-1:]:
             expect(report.total == slots and min(report) >= 0, f"{report} of {slots} slots")
+        if isinstance(self.scheduler, StaticScheduler):
+            self._check_batch(scheduled)
+
+    def _check_batch(self, scheduled):
+        """Whoever is scheduled stands in one batch, all rows at one column; nobody joins later."""
+        columns = {row.num_computed_tokens for row in self.scheduler.rows}
+        expect(len(columns) <= 1, f"rows at columns {columns}")
+        expect(len({n for _, n in scheduled}) <= 1, "rows are not computed in step")
+        batch, self.batch = self.batch, {row for row, _ in scheduled}
+        expect(not scheduled or self.batch <= batch or not self.batch & batch, "a row came later")
+        running = [row.request for row in self.scheduler.rows]
+        expect(running == self.scheduler.running, "rows and running requests differ")
 
     def _check_end(self):
         manager = self.manager
@@ -169,16 +183,16 @@ class Trace:
             expect(steps == sorted(set(steps)), f"{r!r}: steps {r.token_runs} overlap")
 
 
-def run_traces(name, seeds):
-    totals = {}
+def run_traces(name, seeds, scheduler=Scheduler):
+    totals, test = {}, "test_traces" if scheduler is Scheduler else "test_static_traces"
     for seed in seeds:
         try:
-            counts = Trace(name, seed).run()
+            counts = Trace(name, seed, scheduler).run()
         except Exception as error:
             # A new error, since pytest prints only the message of the last one in short.
             raise AssertionError(
                 f"{type(error).__name__}: {error}\n"
-                f"replay: python -m pytest 'tests/test_fuzz.py::test_traces[{name}]' "
+                f"replay: python -m pytest 'tests/test_fuzz.py::{test}[{name}]' "
                 f"--fuzz-seed {seed}"
             ) from error
         for key, value in counts.items():
@@ -202,10 +216,22 @@ def test_traces(name, request):
         assert totals["forked"] > 0 and totals["moved"] > 0, totals
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", MANAGERS)
-def test_many_more_traces(name):
-    run_traces(name, range(NUM_TRACES, NUM_TRACES * LONG_FACTOR))
+def test_static_traces(name, request):
+    seed = request.config.getoption("--fuzz-seed")
+    seeds = range(NUM_STATIC_TRACES) if seed is None else [seed]
+    totals = run_traces(name, seeds, StaticScheduler)
+    if seed is None:
+        for reason in ("stop", "length", "abort", "error"):
+            assert totals[reason] > 0, totals
+        assert totals["preemptions"] == totals["forked"] == 0, totals
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheduler", [Scheduler, StaticScheduler])
+@pytest.mark.parametrize("name", MANAGERS)
+def test_many_more_traces(name, scheduler):
+    run_traces(name, range(NUM_TRACES, NUM_TRACES * LONG_FACTOR), scheduler)
 
 
 # -- who watches the watcher: the oracle sees what it is there to see --------------------------

@@ -171,10 +171,10 @@ class KVCacheManager:
             if request is None:  # a table set by hand: whatever it holds is held
                 reserved += size
                 continue
-            may_use = min(size, request.max_kv_tokens)
-            live += request.num_computed_tokens - request.num_dead_tokens
-            reserved += may_use - request.num_computed_tokens
-            internal += size - may_use + request.num_dead_tokens
+            may_use = min(size, request.max_live_tokens)
+            live += request.num_live_tokens
+            reserved += may_use - request.num_live_tokens
+            internal += size - may_use
         return MemoryReport(
             live=live,
             reserved=reserved,
