@@ -57,6 +57,8 @@ MODELS = {
         ModelSpec("Llama 3.1 70B", 80, 64, 8, 128, 8_192, 128_256, 70_553_706_496, 131_072),
         # Qwen/Qwen3-8B
         ModelSpec("Qwen3-8B", 36, 32, 8, 128, 4_096, 151_936, 8_190_735_360, 40_960),
+        # facebook/opt-13b: the model of the PagedAttention paper's figures
+        ModelSpec("OPT-13B", 40, 40, 40, 128, 5_120, 50_272, 12_853_473_280, 2_048, "float16"),
     )
 }
 
@@ -84,9 +86,37 @@ class GPU:
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        GPU("L4", 24, 300e9, 121e12, "NVIDIA L4 datasheet; 242 with sparsity"),
         GPU("RTX 4090", 24, 1_008e9, 165.2e12, "NVIDIA Ada GPU architecture whitepaper"),
         GPU("A100 40GB SXM", 40, 1_555e9, 312e12, "NVIDIA A100 datasheet, 2020"),
         GPU("A100 80GB SXM", 80, 2_039e9, 312e12, "NVIDIA A100 80GB datasheet, 2021"),
         GPU("H100 SXM", 80, 3_350e9, 989e12, "NVIDIA H100 datasheet; 1,979 with sparsity"),
+        GPU("H200 SXM", 141, 4_800e9, 989e12, "NVIDIA H200 datasheet; 1,979 with sparsity"),
     )
 }
+
+
+def find_model(name) -> ModelSpec:
+    """The model whose name is, or begins with, this one: `opt-13b`, `llama-3.1-8b`. Capitals,
+    spaces and punctuation don't count. Raises ValueError, with the names there are."""
+    return _find("model", MODELS, name)
+
+
+def find_gpu(name) -> GPU:
+    """As find_model: `A100-40G`, `h100`, `rtx4090`."""
+    return _find("GPU", GPUS, name)
+
+
+def _find(kind, presets, name):
+    def plain(text):
+        return "".join(c for c in text.lower() if c.isalnum() or c == ".")
+
+    wanted = plain(name)
+    exact = [spec for full, spec in presets.items() if plain(full) == wanted]
+    found = exact or [
+        spec for full, spec in presets.items() if wanted and plain(full).startswith(wanted)
+    ]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(spec.name for spec in found) if found else ", ".join(presets)
+    raise ValueError(f"{kind} {name!r} is {'one of' if found else 'none of'} {names}")
