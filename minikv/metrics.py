@@ -78,15 +78,17 @@ class Metrics:
 
 
 PERCENTILES = (50, 90, 95, 99)
+NO_TIME = 1e-12  # seconds: on a clock that stood still, rates are huge and not an error
 
 
 def summarize(requests, metrics) -> dict:
     """What was served, in the names of vLLM's benchmark JSON; times in ms, rates per second.
 
-    Counts finished requests only (`completed`), over `duration`: the first arrival to the last
-    step's end. For each of ttft, tpot, itl, e2el (end to end) and queue_time: mean, median and
+    Counts finished requests only (`completed`), over `duration` seconds: the first arrival to the
+    last step's end. For each of ttft, tpot, itl, e2el (end to end) and queue_time: mean, median and
     percentiles. TPOT leaves out requests with a single output token.
-    `mean_num_seqs` and `utilization` (share of the pool's blocks in use) are means over time.
+    `mean_num_seqs` and `utilization` (share of the pool's blocks in use) are means over the time
+    that was spent in steps: idle time is left out.
     """
     import numpy as np
 
@@ -95,7 +97,7 @@ def summarize(requests, metrics) -> dict:
     if not done:
         return out
     start = min(r.arrival_time for r in requests)
-    duration = metrics.steps[-1].end - start
+    duration = max(metrics.steps[-1].end - start, NO_TIME)
     num_input = sum(r.num_prompt_tokens for r in done)
     num_output = sum(r.num_output_tokens for r in done)
     out |= {
@@ -129,7 +131,7 @@ def summarize(requests, metrics) -> dict:
             pairs = zip(PERCENTILES, values.tolist(), strict=True)
             out |= {f"p{percent}_{name}_ms": value for percent, value in pairs}
     seconds = np.array([step.end - step.start for step in metrics.steps])
-    busy = max(float(seconds.sum()), 1e-12)
+    busy = max(float(seconds.sum()), NO_TIME)
     num_seqs = np.array([step.num_seqs for step in metrics.steps])
     out["mean_num_seqs"] = float((num_seqs * seconds).sum()) / busy
     if metrics.num_blocks:
@@ -140,16 +142,8 @@ def summarize(requests, metrics) -> dict:
 
 def timeline(metrics) -> dict[str, list]:
     """The steps as columns: `pandas.DataFrame(timeline(metrics))`."""
-    return (
-        {
-            name: list(column)
-            for name, column in zip(
-                StepRecord._fields, zip(*metrics.steps, strict=True), strict=True
-            )
-        }
-        if metrics.steps
-        else {name: [] for name in StepRecord._fields}
-    )
+    columns = zip(*metrics.steps, strict=True) if metrics.steps else [()] * len(StepRecord._fields)
+    return {name: list(column) for name, column in zip(StepRecord._fields, columns, strict=True)}
 
 
 def _difference(later, earlier):

@@ -76,10 +76,13 @@ class Scheduler:
         """
         budget, scheduled, preempted, i = self.max_num_batched_tokens, [], [], 0
         running, self.admitted = self.running, []
+        allocate_slots = self.manager.allocate_slots
         while i < len(running) and budget > 0:
             request = running[i]
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            while self.manager.allocate_slots(request, num_new_tokens) is None:
+            num_new_tokens = request.num_tokens - request.num_computed_tokens
+            if num_new_tokens > budget:
+                num_new_tokens = budget
+            while allocate_slots(request, num_new_tokens) is None:
                 victim = self._preempt_last()
                 preempted.append(victim)
                 if victim is request:
@@ -148,14 +151,14 @@ class Scheduler:
         computed now (not in the middle of a prompt). None: its logits were not finite, and the
         request ends with an error. now: the time; step: the number of this step.
         """
-        finished = []
+        finished, cache_blocks = [], self.manager.cache_blocks
         for (request, num_new_tokens), token in zip(scheduled, tokens, strict=True):
             request.num_computed_tokens += num_new_tokens
             if token is None:
                 request.error = NOT_FINITE
                 finished.append((request, "error"))
                 continue
-            self.manager.cache_blocks(request)
+            cache_blocks(request)
             if request.num_computed_tokens < request.num_tokens:
                 continue
             if request.children:

@@ -57,7 +57,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         keep_free_blocks=0,
     ):
         num_tokens = request.num_computed_tokens + num_new_tokens  # those with K and V after it
-        if max(num_tokens, must_fit_tokens) > self.max_model_len:
+        if num_tokens > self.max_model_len or must_fit_tokens > self.max_model_len:
             raise ValueError(
                 f"request {request.request_id!r} wants {max(num_tokens, must_fit_tokens)} slots, "
                 f"but max_model_len is {self.max_model_len}"

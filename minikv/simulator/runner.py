@@ -47,6 +47,24 @@ class StepTime:
         put(self, "s_for_weights", m.parameter_bytes / bandwidth)
         put(self, "s_per_kv_token", m.kv_bytes_per_token / bandwidth)
 
+    def describe(self) -> str:
+        """What it assumes, in a few lines, for whoever reads a result."""
+        m, gpu = self.model, self.gpu
+        return (
+            f"{m.name} in {m.dtype} on one {gpu.name} ({gpu.source}). A step takes\n"
+            "max(compute, memory) + overhead + copies:\n"
+            f"  compute   2 x {m.num_parameters / 1e9:.3g}B FLOP per token, and attention's, at "
+            f"{self.compute_efficiency:.0%} of {gpu.bf16_flops / 1e12:.4g} TFLOP/s\n"
+            f"  memory    {m.parameter_bytes / 1e9:.3g} GB of weights once, and "
+            f"{m.kv_bytes_per_token:,} bytes for each token of every context, at "
+            f"{self.memory_efficiency:.0%} of {gpu.bandwidth / 1e9:.4g} GB/s\n"
+            f"  overhead  {1e3 * self.overhead_s:.4g} ms, and "
+            f"{1e3 * self.overhead_per_request_s:.4g} ms per request in the step\n"
+            "  copies    every copied block is read and written, at the same bandwidth\n"
+            "Efficiencies and overheads are assumptions, not measurements. Left out: activations, "
+            "sampling,\nquantisation, kernels that overlap, more than one GPU."
+        )
+
     def seconds(self, *, num_seqs, num_tokens, num_pairs, num_kv_tokens) -> float:
         """num_tokens: computed in the step. num_pairs: of a query and a key that it sees.
         num_kv_tokens: tokens whose K and V are read or written, each once per request."""
