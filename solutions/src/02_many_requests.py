@@ -13,8 +13,8 @@
 # **Hints** come in three steps, each folded: a nudge, the rule that decides the matter, an
 # outline of the code. Open as few as you need.
 #
-# **Words.** A *step* is one forward pass of the model. A *row* is one request's place in a step: a
-# step computes at most `max_num_seqs` rows. A *slot* holds K and V of one token; a *slab* is a run
+# **Words.** A *step* is one forward pass of the model. A *row* is one request's place in it: a step
+# computes at most `max_num_seqs` rows. A *slot* holds K and V of one token; a *slab* is a run
 # of slots that one request holds from its start to its end.
 #
 # | | who is computed |
@@ -53,12 +53,14 @@ class Endless(BaseException):
     """Not an Exception, so that no `except Exception` inside a loop keeps the loop going."""
 
 
-def bounded(function, *args, most=5_000_000):
-    """function(*args), cut off after so many instructions of Python."""
+def bounded(function, *args, most=10_000_000):
+    """function(*args), cut off after so many instructions of code that stands in this notebook."""
     done, tracer = 0, sys.gettrace()
 
     def count(frame, event, arg):
         nonlocal done
+        if frame.f_globals is not globals():
+            return None  # a library's
         frame.f_trace_opcodes = True  # `while True: pass` has no lines to count
         done += 1
         if done > most:
@@ -80,7 +82,7 @@ def ask(function, *args):
         value = bounded(function, *args)
     except Endless:
         raise AssertionError(
-            f"{name} does not end: after 5 million instructions it was still busy. Is there a loop "
+            f"{name} does not end: after 10 million instructions it was still busy. Is there a loop "
             f"that never ends, or far too much work?\nIts arguments were {given!r:.300}"
         ) from None
     assert args == given, f"{name} changed what it was given: work on a copy.\nIt got {given!r:.300}"
@@ -414,6 +416,14 @@ def on_paper(lengths, rows, budget, slabs):
 def line(step):
     return "  ".join(f"{name}:{n}" for name, n in step.items()) or "nobody"
 
+# %% listening jupyter={"source_hidden": true}
+class Listening(ContiguousKVCacheManager):
+    """Remembers how many slots were asked for, last, for each request."""
+
+    def allocate_slots(self, request, num_new_tokens, **options):
+        self.asked = getattr(self, "asked", {}) | {request.request_id: num_new_tokens}
+        return super().allocate_slots(request, num_new_tokens, **options)
+
 # %% judge-2-4 jupyter={"source_hidden": true}
 def entries_of(result):
     """{request: tokens} of what schedule() returned, if its form is right."""
@@ -486,24 +496,16 @@ def judge_new(got, before, line_of, wanted, limits):
         late = could[len(new)]
         said = f"{late} could have come in: a row is free, its prompt fits, there are slots. "
         if sum(wanted.values()) == budget and late == could[-1]:
-            said += "It fits exactly: a budget may be used up to its last token."
+            said += "It fills the budget exactly, which is allowed, up to the last token."
         elif new or not before:
             said += f"Let in were {len(new)}, not {len(could)}; all who fit come in, in the same step."
         else:
-            said += "A new request does not wait for the end of the batch."
+            said += "Nobody came in while others run; a new request need not wait for the end of the batch."
         raise AssertionError(said)
 
 # %% judge-2-4-c jupyter={"source_hidden": true}
-class Listening(ContiguousKVCacheManager):
-    """Remembers how many slots were asked for, last, for each request."""
-
-    def allocate_slots(self, request, num_new_tokens, **options):
-        self.asked = getattr(self, "asked", {}) | {request.request_id: num_new_tokens}
-        return super().allocate_slots(request, num_new_tokens, **options)
-
-
-def judge_state(scheduler, got, limits):
-    """What schedule() left behind in the scheduler and the manager."""
+def judge_state(scheduler, got, waited, limits):
+    """What schedule() left behind in the scheduler and the manager; waited: the line before it."""
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == limits[:2], (
         "The limits hold for every step and must stay as they are: count down in a variable of your own."
     )
@@ -525,6 +527,10 @@ def judge_state(scheduler, got, limits):
             f"{name} was let in, but still stands in self.waiting: take it out with popleft()."
         )
     assert len(scheduler.running) == len(set(scheduler.running)), "A request is in self.running twice."
+    left = [request for request in waited if request not in got]
+    lost = [request.request_id for request in left if request not in scheduler.waiting]
+    assert not lost, f"{lost[0]} is gone: it did not come in, so it must stay in self.waiting."
+    assert list(scheduler.waiting) == left, "Those who still wait must keep their order in the line."
     for request in scheduler.running:
         assert request in got, f"{request.request_id} is in self.running, but was not scheduled."
     idle = sorted(set(scheduler.manager.tables) - {request.request_id for request in got})
@@ -536,6 +542,9 @@ def judge_state(scheduler, got, limits):
 # %% watch-2-4 jupyter={"source_hidden": true}
 def watched(kind, plan, limits, asked):
     """`kind`, a learner's Scheduler, with every step compared with the plan."""
+    assert isinstance(kind, type) and issubclass(kind, Scheduler), (
+        "MyScheduler must stay a class that inherits from Scheduler."
+    )
 
     class Watched(kind):
         done = 0
@@ -543,13 +552,13 @@ def watched(kind, plan, limits, asked):
         def schedule(self):
             running, waiting = list(self.running), list(self.waiting)
             counters = {r: (r.num_tokens, r.num_computed_tokens) for r in running + waiting}
-            wanted, got = (plan[self.done] if self.done < len(plan) else {}), {}
+            wanted, got = (plan[self.done] if self.done < len(plan) else {}), None
             try:
                 result = bounded(super().schedule)
                 got = entries_of(result)
                 judge_running(got, running, counters)
                 judge_new(got, running, waiting, wanted, limits)
-                judge_state(self, got, limits)
+                judge_state(self, got, waiting, limits)
                 assert {r.request_id: n for r, n in got.items()} == wanted, "That is another step."
             except NotImplementedError:
                 raise  # not yet done
@@ -567,15 +576,17 @@ def told(error, asked, plan, step, got):
     said = f"{error}"
     if isinstance(error, Endless):
         said = (
-            "schedule() does not end: after 5 million instructions it was still busy. Does each turn of its "
+            "schedule() does not end: after 10 million instructions it was still busy. Does each turn of its "
             "loop take somebody out of the waiting line, or stop?"
         )
     elif not isinstance(error, AssertionError):
         said = f"schedule() ended in {type(error).__name__}: {error}"
     lines = [f"  step {i}   {line(plan[i])}" for i in range(min(step, len(plan)))]
-    yours = {request.request_id: n for request, n in got.items()}
     here = line(plan[step]) if step < len(plan) else "nobody: all are done"
-    lines += [f"  step {step}   {here:30} yours: {line(yours)}"]
+    lines += [f"  step {step}   should be  {here}"]
+    if got is not None:
+        yours = {request.request_id: n for request, n in got.items()}
+        lines += [f"           yours      {line(yours)}"]
     return "\n".join((said, asked, *lines))
 
 
@@ -773,7 +784,7 @@ judge_batches(tried)
 for lens, size, batches in tried:
     pads = count_pads(lens, batches)
     came = count_pads(lens, [[*range(i, i + size)] for i in range(0, len(lens), size)])
-    print(f"{len(lens):2} requests in batches of {size}: {pads:2} pads, {came:2} as they came")
+    print(f"requests: {len(lens):2}, batches of {size}: {pads:2} of padding, {came:2} as they came")
 
 # %% [markdown]
 # ## Exercise 2.2: who leaves when
@@ -1092,7 +1103,7 @@ for lengths, rows, budget, slabs in games:
     alone, many = run_engine(Scheduler, lengths, 1, budget, slabs)
     assert outputs == alone, f"Other tokens came out than for each request alone.\n{asked}"
     busiest = max(len(step) for step in plan)
-    print(f"{len(lengths):2} requests in {steps:2} steps, up to {busiest} rows; one at a time: {many:2} steps, equal tokens")
+    print(f"requests: {len(lengths):2}, steps: {steps:2}, most rows: {busiest}; one at a time {many:2}, equal tokens")
 
 # %% [markdown]
 # ## Exercise 2.5: reading a Gantt chart

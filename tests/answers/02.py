@@ -737,7 +737,7 @@ class MyScheduler(Scheduler):
         return [ScheduledRequest(*item) for item in tokens.items()], []
 
 # %% ex-2-4 wrong: the new request waits for a free row at the end of the batch
-# says: does not wait for the end of the batch
+# says: need not wait for the end of the batch
 class MyScheduler(Scheduler):
     def schedule(self):
         scheduled = [ScheduledRequest(request, 1) for request in self.running]
@@ -860,7 +860,7 @@ class MyScheduler(Scheduler):
         return scheduled, []
 
 # %% ex-2-4 wrong: a budget that may not be used up
-# says: up to its last token
+# says: fills the budget exactly
 class MyScheduler(Scheduler):
     def schedule(self):
         scheduled = [ScheduledRequest(request, 1) for request in self.running]
@@ -923,6 +923,42 @@ class MyScheduler(Scheduler):
             if self.manager.allocate_slots(request, request.num_tokens) is None:
                 break
             self.running.append(self.waiting.pop())
+            scheduled.append(ScheduledRequest(request, request.num_tokens))
+            budget -= request.num_tokens
+        return scheduled, []
+
+# %% ex-2-4 wrong: who does not fit goes to the back of the line
+# says: keep their order
+class MyScheduler(Scheduler):
+    def schedule(self):
+        scheduled = [ScheduledRequest(request, 1) for request in self.running]
+        budget = self.max_num_batched_tokens - len(scheduled)
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            request = self.waiting.popleft()
+            if request.num_tokens > budget:
+                self.waiting.append(request)
+                break
+            if self.manager.allocate_slots(request, request.num_tokens) is None:
+                self.waiting.append(request)
+                break
+            self.running.append(request)
+            scheduled.append(ScheduledRequest(request, request.num_tokens))
+            budget -= request.num_tokens
+        return scheduled, []
+
+# %% ex-2-4 wrong: who does not fit is lost
+# says: must stay in self.waiting
+class MyScheduler(Scheduler):
+    def schedule(self):
+        scheduled = [ScheduledRequest(request, 1) for request in self.running]
+        budget = self.max_num_batched_tokens - len(scheduled)
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            request = self.waiting.popleft()
+            if request.num_tokens > budget:
+                break
+            if self.manager.allocate_slots(request, request.num_tokens) is None:
+                break
+            self.running.append(request)
             scheduled.append(ScheduledRequest(request, request.num_tokens))
             budget -= request.num_tokens
         return scheduled, []
