@@ -2,9 +2,10 @@
 # # 02 Many requests
 #
 # Chapter 01 ended with a reason to serve many requests at once: a step reads the weights once,
-# however many rows it computes. This chapter does it, first in the obvious way, as a padded batch,
-# and counts what that wastes: rows that nobody reads, places that nobody uses, memory that nobody
-# fills. The second way wastes no place. The memory stays wasted, and you will see how much.
+# however many rows it computes. This chapter does that, first in the obvious way, as a padded
+# batch, and counts what it wastes: rows that nobody reads, and memory that nobody fills. Then the
+# batch learns to change at every step, and the wasted rows are gone. The wasted memory is not. A
+# simulator shows how much it is over an hour of traffic, and who has to wait for it.
 #
 # What it adds to `minikv`:
 #
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 
 import minikv.viz as viz
-from minikv import LLM, ContiguousKVCacheManager, Request, SamplingParams, show
+from minikv import LLM, ContiguousKVCacheManager, KVCacheManager, Request, SamplingParams, show
 from minikv.model.loader import load
 from minikv.scheduler import Scheduler, StaticScheduler
 from minikv.viz import batch, gantt
@@ -89,19 +90,49 @@ for name, logits in {
 
 # %% [markdown]
 # On the right, the last column of B is padding: we asked what follows three pads. On the left the
-# last column is right for both rows. Yet a pad is a token like any other: it gets K and V, and B's tokens read them.
-# The **mask** forbids it. With it, B is what it is alone.
+# last column is right for both rows. Yet a pad is a token like any other: it gets K and V, and B's
+# tokens read them. The **mask** forbids it. With it, B is what it is alone.
 #
-# The fourth line may surprise you: with positions counted by columns, off by three, nothing changes.
-# This model encodes positions as rotations (chapter 01), and only the distance between two tokens
-# enters a score. A model with a learned vector per position would be off. And there is a limit that
-# counts: the longest position that a model was made for. So positions start at 0 after the pads.
+# The fourth line may surprise you: with positions counted by columns, off by three, nothing
+# changes. This model encodes positions as rotations (chapter 01), and only the distance between
+# two tokens enters a score. A model with a learned vector per position would be off. And there is
+# a limit that counts: the longest position that a model was made for. So positions start at 0
+# after the pads.
 #
-# > **Predict.** In the mask of row B, 7 × 7, what stands in the three rows of the pads? (Careful: the
-# > softmax over nothing is a division of zero by zero.)
+# > **Predict.** In the mask of row B, 7 × 7, what stands in the three rows of the pads? (Careful:
+# > the softmax over nothing is a division of zero by zero.)
 #
-# The engine does all this with `batching="static"`. We give it a small pool, in slabs of twelve slots. We are not its only
-# users: six others hold slabs, two of them have just left. A third leaves after our first step.
+# And where do the K and V of a row go? Into a **slab**: consecutive slots, enough for the longest
+# sequence that is allowed. Whoever hands out slots is a *KV-cache manager*. It needs two methods,
+# and answers with a **block table**: the blocks that hold the request's tokens, in order. One
+# table serves all layers, since every layer has a pool of the same shape.
+
+# %% slabs
+class Slabs(KVCacheManager):
+    "Equal slabs; the lowest free one is taken."
+
+    def __init__(self, num_blocks, block_size, max_model_len):
+        super().__init__(num_blocks, block_size)
+        self.size = ceil(max_model_len / block_size)
+        self.free_starts = list(range(0, num_blocks - self.size + 1, self.size))
+
+    def allocate_slots(self, request, num_new_tokens):
+        if request.request_id not in self.tables:
+            if not self.free_starts:
+                return None  # not now
+            start = self.free_starts.pop(0)
+            self.set_table(request, range(start, start + self.size))
+        return self.tables[request.request_id]
+
+    def free(self, request):
+        table = self.drop_table(request)
+        self.free_starts = sorted([*self.free_starts, *table[:1]])
+
+
+# %% [markdown]
+# The engine takes such a class as it is. We give it a small pool in slabs of twelve slots, and
+# `batching="static"`, which pads and masks as we did. We are not the pool's only users. Six others
+# hold slabs, of whom two have just left; a third leaves after our first step.
 
 # %% engine
 def others_in(manager):
@@ -114,13 +145,15 @@ def others_in(manager):
     return others
 
 
-llm = LLM(loaded, batching="static", block_size=4, num_gpu_blocks_override=24, max_model_len=12)
+pool = {"block_size": 4, "num_gpu_blocks_override": 24, "max_model_len": 12}
+llm = LLM(loaded, batching="static", kv_cache_manager=Slabs, **pool)
 others = others_in(llm.manager)
 llm.add_request(A, SamplingParams(max_tokens=3, ignore_eos=True), "A")
 llm.add_request(B, SamplingParams(max_tokens=6, ignore_eos=True), "B")
 llm.step()
 llm.manager.free(others[3])
-print({name: (table[0] * 4, table[-1] * 4 + 3) for name, table in llm.manager.tables.items()})
+for name, table in llm.manager.tables.items():
+    print(f"{name:7} {table}, slots {table[0] * 4} to {table[-1] * 4 + 3}")
 
 # %% mask
 bias = llm.runner.last_step.groups[0].bias(8, None, torch.float32)  # 0 where a query may look
@@ -128,12 +161,14 @@ for token_id, row in zip(left, bias[1, 0, 0], strict=True):
     print(f"{text(token_id) if token_id != PAD else '<pad>':8}", *("#" if x == 0 else "." for x in row[:7]))
 
 # %% [markdown]
-# A triangle in the corner, for B's own tokens. Each pad sees itself, so that its softmax has something to sum over; nobody
-# else sees it.
+# Row B of the engine's own mask: a triangle in the corner, for B's tokens. Each pad sees itself,
+# so that its softmax has something to sum over; nobody else sees it.
 #
-# Now the picture to keep from this chapter. On the left the batch, as the model sees it: a rectangle.
-# On the right the pool, as it lies in memory, one slab to a line. A line leads from every token to
-# the slot that holds its K and V. All of it is read from the manager's tables.
+# > **Predict.** The two rows stand one below the other in the batch. And in memory?
+#
+# This is the picture to keep from this chapter. On the left the batch, as the model sees it: a
+# rectangle. On the right the pool, as it lies in memory, one slab per row of the drawing. A line
+# leads from every token to the slot that holds its K and V. All of it is read from block tables.
 
 # %% padded-batch
 card, drawn = batch.batch_memory(viz.snapshot(llm), batch.rows_of(llm, text))
@@ -144,15 +179,17 @@ card
 # %% [markdown]
 # Look at three things.
 #
-# - **Neighbours in the batch are no neighbours in memory.** Rows A and B touch on the left. On the right, another
-#   request and a hole lie between their slabs. Whoever leaves makes a hole, whoever comes takes one.
-# - **Pads are real.** Three slots of B hold keys and values that were computed and written, and that
-#   mean nothing. They are held until the batch ends.
-# - **A slab is larger than its row.** The striped slots may still get tokens. The dotted ones cannot:
-#   A may write three tokens, and the slab does not care.
+# - **Neighbours in the batch are no neighbours in memory.** A stranger and a hole lie between
+#   their slabs. Whoever leaves makes a hole, and whoever comes takes the first that there is.
+# - **Pads are real.** Three slots of B hold keys and values that were computed and written, and
+#   that mean nothing. They are held until the batch ends.
+# - **A slab is larger than its row.** Striped slots are reserved: a token may come. Dotted ones
+#   are internal waste: A asked for three tokens, and the slab was cut for more.
 #
-# The next cell plays the same on the scheduler and the manager alone: no tensors, since neither has
-# ever seen one. With a running kernel, drag the lengths and the step, and point at a token.
+# The next cell does the same with the scheduler and the package's own manager
+# (`ContiguousKVCacheManager`: our class, and the checks that it needs) alone. There are no tensors
+# in it, since neither of them has ever seen one. With a running kernel, drag the lengths and the
+# step, and point at a token: its line and its slot light up.
 #
 # > **Predict.** Five steps in, A has long ended. What is in its row?
 
@@ -176,12 +213,12 @@ def lay_out(step, tokens_in_A, tokens_in_B):
 batch.batch_explorer(lay_out, step=(5, 1, 5), tokens_in_A=(7, 1, 7), tokens_in_B=(4, 1, 4))
 
 # %% [markdown]
-# More padding, this time at the end. A rectangle has to stay one, so A's row goes on until B has ended:
-# computed, written, read by nobody. And A's user waits for the end of the batch, too. (The token
-# that A sampled last is never fed, as chapter 01 showed. Pads take its slot.)
+# More padding, now at the end. A rectangle has to stay one, so A's row goes on until B has ended:
+# computed, written, read by nobody. A's slab is held as long, though nothing more can come of it.
+# (The token that A sampled last is never fed, as chapter 01 showed. A pad has its slot.)
 #
-# > **Predict.** Over the whole batch, how many tokens does the engine compute, and how many of them
-# > did somebody need?
+# > **Predict.** Over the whole batch, how many tokens does the engine compute, and how many of
+# > them did somebody need?
 
 # %% count-static
 while llm.has_unfinished_requests():
@@ -195,14 +232,15 @@ for output in outputs:
     print(output.request_id, repr(output.outputs[0].text))
 
 # %% [markdown]
-# Every row is as long as the longest prompt and the longest answer together. Two habits follow.
-# Padding does not only cost memory: a padded token passes through all layers. And when someone tells you a throughput in
-# tokens per second, ask which tokens: computed, needed, or given to a user. Three numbers, one batch.
+# Every row becomes as long as the longest prompt and the longest answer together. So padding costs
+# more than memory: each pad passes through all layers, like any token. And when someone quotes
+# tokens per second, ask which tokens. Computed, needed, and given to users are three numbers, from
+# one batch.
 #
 # ## 2. Change the batch at every step
 #
-# Twelve requests, and a batch with four places, the rows that one step computes. How many tokens each answer has is known only afterwards; we know it
-# here in order to count.
+# Twelve requests, and a batch with four places, the rows that one step computes. How many tokens
+# each answer has is known only afterwards; we know it here in order to count.
 
 # %% twelve
 NAMES, PLACES = "ABCDEFGHIJKL", 4
@@ -222,11 +260,11 @@ print("static:", [max(lengths[i : i + PLACES]) for i in range(0, 12, PLACES)])
 print("never fewer than", max(ceil(sum(lengths) / PLACES), max(lengths)))
 
 # %% [markdown]
-# A static batch takes as long as its longest answer. What if a request could leave when *it* has
-# ended, and the next one in line took its place in the very next step? Nothing in a model forbids it: a step knows nothing of the
-# step before, except for the K and V in the pool. That is **iteration-level scheduling** (Orca: Yu et al., OSDI
-# 2022), today mostly called continuous batching. In `minikv` it is one loop, and what it asks the scheduler is
-# asked anew in each step:
+# A static batch takes as long as its longest answer. Why should the others wait? A step knows
+# nothing of the step before but the K and V in the pool. So a request may leave as soon as *it*
+# has ended, and the next in line may take its place in the very next step. That is
+# **iteration-level scheduling** (Orca: Yu et al., OSDI 2022), today mostly called continuous
+# batching. It takes no new machinery, only a loop that asks its scheduler anew before every step:
 
 # %% show-loop
 from minikv.core import EngineCore
@@ -234,8 +272,8 @@ from minikv.core import EngineCore
 show(EngineCore.step)
 
 # %% [markdown]
-# Both ways run this loop, with the same model and kernels. They differ in what `schedule()` answers.
-# A recorder between loop and model notes it.
+# Both ways run this loop, with the same model and the same kernels, and differ in what
+# `schedule()` answers. A recorder between the loop and the model notes the answer.
 
 # %% both
 def serve(batching):
@@ -262,13 +300,15 @@ assert [run.num_steps for run in runs.values()] == [len(static_steps), len(steps
 card
 
 # %% [markdown]
-# Find F in both. In the static chart it comes with its batch and idles after its fifth token. In the other it takes
-# the place of the first request to leave, beside neighbours in the middle of their answers, and nobody waits for anybody. Its prompt is
-# computed in the same pass as their single tokens: no padding, since the engine packs the rows of a
-# step into one line and keeps a table for each.
+# Find F in both. In the static chart it waits until B has ended, and after its own last token it
+# still occupies a place. In the other chart it takes over A's place, next to B and C in the middle
+# of their answers. Its prompt is computed in the same pass as their single tokens. There is no
+# rectangle and no padding: the engine lays all tokens of a step in one line, and each request
+# reads through its own table.
 #
 # So continuous batching is *not a bigger static batch*. The batch has four places in both. What
-# changed is when a place may change hands.
+# changed is when a place may change hands: a newcomer waits for any place, not for the end of the
+# batch.
 
 # %% count-both tags=["nbval-check-output"]
 for title, run in runs.items():
@@ -279,10 +319,11 @@ wasted = [sum(e.num_tokens - e.num_useful for step in run for e in step) for run
 print("tokens computed for nobody:", *wasted)
 
 # %% [markdown]
-# What is left empty is the end, where no requests wait any more. In steady traffic there is no end.
+# What stays empty is the end, where nobody waits any more. In steady traffic there is no end. (The
+# tokens computed for nobody are more than the places, since pads before the prompts count too.)
 #
-# > **Predict.** If every step took equally long, how many times as fast would the second run be? Will
-# > the clock of this machine agree?
+# > **Predict.** If every step took equally long, how many times as fast would the second run be?
+# > Will the clock of this machine agree?
 
 # %% bound
 bound = runs["static"].num_steps / runs["iteration-level"].num_steps
@@ -300,18 +341,18 @@ print(f"measured: {static_times.sum():.2f} s and {times.sum():.2f} s, {static_ti
 print(f"a step: {static_times.mean() * 1e3:.0f} ms and {times.mean() * 1e3:.0f} ms")
 
 # %% [markdown]
-# The ratio of the step counts bounds the gain as long as a step costs the same with few rows and with
-# many, as it about does where the weights' way from memory sets the pace. Where rows cost time, as on a CPU, an
-# ended row that is not computed saves a little more, and a prompt that joins makes its neighbours'
-# step longer. And one run on a machine that does other things is an anecdote; the step counts are
-# facts. Much larger factors have been published. They come from answers that differ more in length,
-# and from comparing more than one change at a time.
+# The ratio of the step counts bounds the gain where a step takes equally long with few rows and
+# with many, as it nearly does while reading the weights sets the pace. Where rows cost time, as on
+# a CPU, rows left out save a little more, and a prompt that joins makes the step longer for its
+# neighbours. The step counts are facts; seconds from two runs on a machine with other things to do
+# are an impression. Much larger factors have been published. They come from answers that differ
+# more in length, and from comparing more than one change at a time.
 #
 # ## 3. The same loop without tensors
 #
-# To see what happens over an hour of traffic we would have to wait an hour, on a GPU that we may not have. But look
-# again at the loop. Scheduler and manager never see a tensor; the model is only asked to
-# `run`. Whoever answers that question in the right time is good enough:
+# To see an hour of traffic we would have to wait an hour, with a GPU that we may not have. But
+# look at the loop again. Scheduler and manager never see a tensor, and the model appears in one
+# line, where it is asked to `run`. Something else can answer:
 
 # %% show-runner
 from minikv.simulator import SimulatedRunner, Simulation, StepTime
@@ -319,8 +360,8 @@ from minikv.simulator import SimulatedRunner, Simulation, StepTime
 show(SimulatedRunner.run)
 
 # %% [markdown]
-# It samples zeros and moves a virtual clock. Every *decision* is made by the engine's own code. To
-# check it, we play our twelve requests once more.
+# It samples nothing but zeros, and moves a virtual clock by the time that a step would have taken.
+# Every *decision* is still made by the engine's own code. Our twelve requests once more, to check:
 
 # %% same-decisions
 from minikv.specs import GPU, GPUS
@@ -344,9 +385,10 @@ assert simulate(anything, the_twelve(), StaticScheduler).recorder.steps == stati
 print("the same decisions in each of", len(steps), "and", len(static_steps), "steps")
 
 # %% [markdown]
-# What *is* a model here is the duration of a step. `StepTime` is chapter 01's roofline: the larger of
-# compute and memory, plus an overhead. For this machine we measure its two roofs, and fit two overheads, per step
-# and per request in it, to the run that we have timed.
+# What is made up is the duration of a step. `StepTime` is chapter 01's roofline: the larger of the
+# times for compute and for memory, plus an overhead. For this machine we measure the two roofs,
+# and fit two overheads, one per step and one per request in it, to the iteration-level run from
+# above.
 
 # %% roofs
 def best(function, repeat):
@@ -374,8 +416,10 @@ print(f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s")
 print(f"overheads: {fit[0] * 1e3:.0f} ms per step, {fit[1] * 1e3:.1f} ms per request")
 
 # %% [markdown]
-# A fit proves nothing on the data that it was fitted to. So we predict runs that it has not seen: other
-# lengths, drawn from another seed, and another number of places.
+# A fit proves nothing on what it was fitted to. So we predict runs that it has not seen: other
+# lengths, drawn from a seed, and then another number of places.
+#
+# > **Predict.** Which of the two will be further off?
 
 # %% predict-runs tags=["nbval-ignore-output"]
 def engine_and_simulator(seed, places, count=6):
@@ -385,11 +429,11 @@ def engine_and_simulator(seed, places, count=6):
     for _ in range(2):
         engine = LLM(loaded, max_num_seqs=places, max_model_len=64)
         for size in sizes:
-            engine.add_request([START] * size, SamplingParams(max_tokens=2 * size, ignore_eos=True))
+            engine.add_request([START] * size, SamplingParams(max_tokens=size, ignore_eos=True))
         while engine.has_unfinished_requests():
             engine.step()
         cores.append(engine.core)
-    requests = [Request(str(i), num_prompt_tokens=s, max_tokens=2 * s) for i, s in enumerate(sizes)]
+    requests = [Request(str(i), num_prompt_tokens=s, max_tokens=s) for i, s in enumerate(sizes)]
     return durations(*cores).sum(), durations(simulate(calibrated, requests, places=places).core).sum()
 
 
@@ -398,14 +442,16 @@ for what, seed, places in (("another seed", 1, 4), ("another batch size", 2, 6))
     print(f"{what}: measured {measured:.2f} s, predicted {predicted:.2f} s, error {predicted / measured - 1:+.0%}")
 
 # %% [markdown]
-# Errors of ten or twenty percent are usual here, and more while the machine does other things: two
-# overheads are a coarse description of a CPU. So keep two kinds of answer apart. What the simulator says about *who runs when* is exact.
-# What it says about seconds is as good as these lines.
+# A few percent on a quiet machine, and tens of percent on a busy one: two overheads are a coarse
+# picture of a CPU. So keep two kinds of answer apart. What the simulator says about *who runs
+# when* is exact, as long as the arrivals meet the same steps. What it says about seconds is as
+# good as the lines above.
 #
 # ## 4. Where the memory goes
 #
 # Now a real server: OPT-13B in 16-bit numbers on an A100 with 40 GB, a pair from the paper that
-# made this course's subject (Kwon et al. 2023). Its traffic is `sharegpt`: lengths with that data set's means.
+# made this course's subject (Kwon et al. 2023). Its traffic is `sharegpt`: lengths with that data
+# set's means.
 # <!-- source: section 6.1 and Figure 11 of the paper -->
 
 # %% server
@@ -418,10 +464,10 @@ print(f"{opt.parameter_bytes / 1e9:.1f} GB of weights, {opt.kv_bytes_per_token:,
 print(f"a pool of {num_blocks * 16:,} slots; slabs for {opt.max_model_len:,} tokens: {num_blocks * 16 // opt.max_model_len} fit")
 
 # %% [markdown]
-# Six requests at once. That is all that this GPU will serve, however short they are.
+# Six requests at once. That is all that this GPU serves, however short they are.
 #
-# > **Predict.** An average request has 161 prompt tokens and 338 of output. Which part of the slabs holds
-# > K and V, on average over time? (Halfway through an answer is a good guess.)
+# > **Predict.** An average request has 161 prompt tokens and 338 of output. Which part of the
+# > slabs holds K and V, on average over time? (Halfway through an answer is a good guess.)
 # > <!-- source: Kwon et al. 2023, Fig. 11, rounded -->
 
 # %% traffic
@@ -465,24 +511,27 @@ print(f"by hand, half an answer: {(prompt_tokens.mean() + output_tokens.mean() /
 print(f"by hand, weighted by how long each stays: {longer / opt.max_model_len:.0%}")
 
 # %% [markdown]
-# Four slots of five in use are in use by nothing. *Reserved* ones will be filled, later: this simulation
-# knows how long each answer becomes. *Internal* ones never will. The second estimate by hand is better than the
-# first, since long answers stay longer, and a look at a random moment finds them more often.
+# Of five slots that are held, four hold nothing. *Reserved* ones will be filled later; this
+# simulation knows how long each answer becomes. *Internal* ones never will. The second estimate by
+# hand is the better one: a long answer stays longer, so a look at a random moment finds it more
+# often.
 #
-# Mind the denominator. The same live slots, over the whole pool instead of what is held:
+# > **Predict.** A dashboard shows how much of the pool is in use. What does it show here?
 
 # %% denominators
 print(f"live ÷ held: {held['live'] / sum(held.values()):.0%}, live ÷ pool: {held['live'] / (num_blocks * 16):.0%}, "
       f"held ÷ pool: {sum(held.values()) / (num_blocks * 16):.0%}")
 
 # %% [markdown]
-# All three get called utilisation. The last is the one that a dashboard shows, and it looks healthy.
+# All three are called utilisation. The last is the dashboard's, and it looks healthy. Before you
+# believe such a number, ask for its numerator and its denominator.
 #
 # ## 5. What people wait for
 #
-# Users do not see slots. They see the time to the first token (**TTFT**), the pace after it (**TPOT**: mean
-# time per output token of a request; **ITL**: each single gap), and the whole (latency). Averages hide those
-# who waited longest, so one looks at percentiles: `p99` is what one user in a hundred exceeds.
+# Users see no slots. They see the time to the first token (**TTFT**), the pace after it (**TPOT**:
+# time per output token, averaged over a request; **ITL**: every single gap), and the time to the
+# end (`e2el`). A mean hides those who waited longest, so one looks at percentiles: one request in
+# a hundred is above `p99`.
 
 # %% percentiles
 summary = busy.summary()
@@ -491,11 +540,11 @@ for name in ("queue_time", "ttft", "tpot", "itl", "e2el"):
     print(f"{name:12}", *(f"{summary[f'p{p}_{name}_ms']:8,.0f}" for p in (50, 90, 99)))
 
 # %% [markdown]
-# Once a request runs, it gets a token every 27 ms, and all requests much the same. The whole wait for the first token is
-# the queue's. Before we ask why, a check that every server's numbers should pass.
+# Whoever runs gets a token every 27 ms or so. Nearly all of the wait for the first token is the
+# queue's. Before we ask why, a check that the numbers of every server should pass.
 #
-# > **Predict.** Requests come at some rate, and each stays for some time. How many are there at once,
-# > on average?
+# > **Predict.** Requests come at some rate, and each stays for some time. How many are there at
+# > once, on average?
 
 # %% little
 rate = len(requests) / busy.clock.now()
@@ -507,8 +556,9 @@ counted = (changes.cumsum()[:-1] * np.diff(times)).sum() / busy.clock.now()
 print(f"{rate:.3f} requests/s × {stay:.1f} s = {rate * stay:.1f}; counted: {counted:.1f} waiting or running")
 
 # %% [markdown]
-# **Little's law**: number = rate × stay, whatever the order of service or the distribution of lengths. It also gives the server's limit. Place six in the box and take the time
-# in a slab as the stay:
+# **Little's law**: number = rate × stay, in whatever order requests are served and whatever their
+# lengths. It gives the server's limit, too. At most six are in slabs, and how long each stays
+# there we know:
 
 # %% capacity
 in_slab = np.mean([r.finish_time - r.first_scheduled_time for r in requests])
@@ -519,7 +569,7 @@ print(f"{in_slab:.2f} s in a slab: 6 slabs serve at most {capacity:.2f} requests
 # > **Predict.** We raise the rate to that limit. Does the wait grow evenly?
 
 # %% sweep
-rates = (0.3, 0.4, 0.5, 0.6, 0.65)
+rates = (0.3, 0.45, 0.6, 0.65)
 loads = {rate: (busy if rate == 0.6 else server().run(hour_of(rate))).summary() for rate in rates}
 print("requests/s   median TTFT, s   p99, s   running")
 for rate, s in loads.items():
@@ -538,28 +588,27 @@ assert drawn_curves["p50"][-1][0] == rates[-1]
 card
 
 # %% [markdown]
-# Not at all evenly. At half the limit hardly anyone waits. Close to it the queue explodes, although the server
-# is not overloaded: arrivals come in clusters, and a full house has no slack to work them off. One in a
-# hundred feels it long before the median does.
+# Not at all evenly. At half the limit hardly anyone waits. Close to it the queue grows steeply,
+# though requests do not come faster than they can be served: they come in clusters, and a server
+# without slack takes long to work one off. The unlucky feel it long before the median does.
 #
-# And what does static batching make of the same hour?
+# > **Predict.** What does static batching make of the quietest of these hours?
 
 # %% static-hour
 padded = server(StaticScheduler)
-recorder = gantt.record(padded.core)
 s = padded.run(hour_of(0.3)).summary()
-entries = [entry for step in recorder.steps for entry in step]
-for_nobody = 1 - sum(e.num_useful for e in entries) / sum(e.num_tokens for e in entries)
+computed = sum(step.num_tokens for step in padded.core.metrics.steps)
+needed = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in padded.requests)
 print(f"static, 0.3 requests/s: median TTFT {s['p50_ttft_ms'] / 1e3:.0f} s, p99 {s['p99_ttft_ms'] / 1e3:.0f} s")
 print(f"iteration-level:        median TTFT {loads[0.3]['p50_ttft_ms'] / 1e3:.2f} s")
-print(f"{for_nobody:.0%} of the tokens that the static batches compute are read by nobody")
+print(f"{1 - needed / computed:.0%} of the tokens that the static batches compute are read by nobody")
 
 # %% [markdown]
-# It cannot keep up with half of what six slabs can serve: each batch of six lasts as long as the longest of six
-# answers, and its rows are as long as the longest prompt and that answer together.
+# It cannot keep up with half of what six slabs could serve. Each batch lasts as long as its
+# longest answer, and whoever arrives a moment too late waits for its end.
 #
-# Now the two halves of the chapter meet. The limit is a count of slabs, and the slabs are mostly
-# empty. If each request held just the slots that it fills:
+# Now the halves of the chapter meet. What limits this server is a number of slabs, and slabs are
+# mostly empty. If each request held just the slots that it fills:
 
 # %% if-exact
 mean_live = held["live"] / summary["mean_num_seqs"]
@@ -569,20 +618,25 @@ print(f"{num_blocks * 16 / mean_live:.0f} such requests would fit, not 6")
 # %% [markdown]
 # ## What this does not show
 #
-# - The step time of the GPU is a roofline with round efficiencies, not a measurement. Decisions, counts
-#   and shares do not depend on it; seconds do.
-# - `sharegpt` has the published means, and a shape that is our guess. Its requests end at a known length and
-#   never repeat a prefix. Real traffic has days and nights.
-# - One hour from one seed. Near the limit another seed gives quite another p99: try it.
-# - A pool of equal slabs never fragments. The price is what you just saw. Slabs that fit their requests are
-#   the next chapter, and have a price of their own.
+# - The GPU's step time is a roofline with round efficiencies (`StepTime(opt, a100).describe()`
+#   prints what it assumes), not a measurement. All seconds of sections 4 and 5 depend on it.
+# - `sharegpt` has the published means, and a shape that is our guess. Real traffic has days and
+#   nights, and prompts that begin alike.
+# - It was one hour, from one seed. Near the limit another seed gives quite another p99: try one.
+# - With more requests in the pool, a step reads more K and V, so that thirty at once are not five
+#   times as fast.
+# - Equal slabs leave no holes that are too short. Slabs that fit their requests do: the next
+#   chapter.
 #
 # ## What you have now
 #
-# - A padded batch is a rectangle in the model and scattered slabs in memory. Mask and positions make it right; they do not make it free.
-# - Iteration-level scheduling lets each request leave and enter at any step. Its gain is bounded by the ratio of the step counts.
-# - The simulator is the engine's loop with a stopwatch in place of a model.
-# - A slab for the longest possible sequence is mostly empty, and slots, not arithmetic, limit how many run.
+# - A padded batch is a rectangle to the model and scattered slabs in memory. Mask and positions
+#   make it right; nothing makes its padding free.
+# - Iteration-level scheduling lets requests enter and leave at any step. The ratio of the step
+#   counts says what that can gain.
+# - The simulator is the engine's own loop, with a clock in place of the model.
+# - A slab for the longest possible sequence is mostly empty. The number of slabs, not arithmetic,
+#   limits how many run, and near that limit people wait.
 #
 # The exercises: `python -m minikv start 02`. The modules of `minikv` so far:
 
