@@ -37,6 +37,8 @@ MODULES = {
     "minikv.model.sampler": 1,
     "minikv.model.tiny": 1,
     "minikv.metrics": 2,
+    "minikv.viz.batch": 2,
+    "minikv.viz.gantt": 2,
     "minikv.kv_cache.contiguous": 2,
     "minikv.scheduler": 2,
     "minikv.core": 2,

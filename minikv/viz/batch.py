@@ -10,6 +10,7 @@ import itertools
 import re
 from typing import NamedTuple
 
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
@@ -134,12 +135,7 @@ def batch_memory(snap, rows, *, slots_per_line=None, title="The pool, as it lies
         ax.text(plan.memory_x, -0.05, title, **heading)
         ax.set(xlim=(0, plan.width), ylim=(plan.height, -0.3), xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
-        handles = [
-            Patch(label=text, **_look(kind, colour(0)) | {"edgecolor": INK, "linewidth": 0.6})
-            for kind, text in MEANING.items()
-            if kind in (TOKEN, PAD) or kind in drawn.states
-        ]
-        card.legend(handles=handles, loc="outside lower center", ncols=6, columnspacing=1.2)
+        _legend(card, drawn, colours.values())
     return card, drawn
 
 
@@ -292,6 +288,20 @@ def _draw_link(ax, plan, cell, of):
         style = {"color": MUTED, "linewidth": 0.7, "linestyle": (0, (2, 1.5))}
     [line] = ax.plot(xs, ys, zorder=1.5, **style)
     line.set_gid(_gid("link", cell))
+
+
+def _legend(card, drawn, colours):
+    edge = {"edgecolor": INK, "linewidth": 0.6}
+    kinds = [kind for kind in MEANING if kind in (TOKEN, PAD) or kind in drawn.states]
+    handles = [
+        tuple(Patch(**_look(kind, of) | edge) for of in colours)
+        if kind in (TOKEN, PAD, RESERVED, INTERNAL)
+        else Patch(**_look(kind, MUTED) | edge)
+        for kind in kinds
+    ]
+    options = {"loc": "outside lower center", "ncols": 6, "columnspacing": 1.2}
+    handlers = {tuple: HandlerTuple(ndivide=None, pad=0.1)}
+    card.legend(handles, [MEANING[kind] for kind in kinds], handler_map=handlers, **options)
 
 
 def _label(ax, x, y, text, kind, of, width):

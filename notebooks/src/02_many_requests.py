@@ -179,8 +179,8 @@ card
 # %% [markdown]
 # Look at three things.
 #
-# - **Neighbours in the batch are no neighbours in memory.** A stranger and a hole lie between
-#   their slabs. Whoever leaves makes a hole, and whoever comes takes the first that there is.
+# - **Neighbours in the batch are no neighbours in memory.** Another request's slab and a hole lie
+#   between theirs. Whoever leaves makes a hole, and whoever comes takes the first that there is.
 # - **Pads are real.** Three slots of B hold keys and values that were computed and written, and
 #   that mean nothing. They are held until the batch ends.
 # - **A slab is larger than its row.** Striped slots are reserved: a token may come. Dotted ones
@@ -551,8 +551,8 @@ rate = len(requests) / busy.clock.now()
 stay = np.mean([r.finish_time - r.arrival_time for r in requests])
 # Counted apart: one more at each arrival, one less at each end, weighted by how long it stays so.
 events = [(r.arrival_time, 1) for r in requests] + [(r.finish_time, -1) for r in requests]
-times, changes = map(np.array, zip(*sorted(events), strict=True))
-counted = (changes.cumsum()[:-1] * np.diff(times)).sum() / busy.clock.now()
+when, changes = map(np.array, zip(*sorted(events), strict=True))
+counted = (changes.cumsum()[:-1] * np.diff(when)).sum() / busy.clock.now()
 print(f"{rate:.3f} requests/s × {stay:.1f} s = {rate * stay:.1f}; counted: {counted:.1f} waiting or running")
 
 # %% [markdown]
@@ -577,7 +577,7 @@ for rate, s in loads.items():
 
 # %% queueing
 points = {
-    f"{name}": [(rate, s[f"{name}_ttft_ms"] / 1e3) for rate, s in loads.items()]
+    name: [(rate, s[f"{name}_ttft_ms"] / 1e3) for rate, s in loads.items()]
     for name in ("p99", "p50")
 }
 card, drawn_curves = gantt.curves(
@@ -623,7 +623,7 @@ print(f"{num_blocks * 16 / mean_live:.0f} such requests would fit, not 6")
 # - `sharegpt` has the published means, and a shape that is our guess. Real traffic has days and
 #   nights, and prompts that begin alike.
 # - It was one hour, from one seed. Near the limit another seed gives quite another p99: try one.
-# - With more requests in the pool, a step reads more K and V, so that thirty at once are not five
+# - With more requests in the pool, a step reads more K and V, so thirty at once are less than five
 #   times as fast.
 # - Equal slabs leave no holes that are too short. Slabs that fit their requests do: the next
 #   chapter.
