@@ -13,6 +13,7 @@ COMMANDS = {
     "test": ("minikv.bootstrap:test", "set everything up and run all tests"),
     "doctor": ("minikv.doctor:main", "say whether this machine is ready, and what works on it"),
     "generate": ("minikv.generate:main", "answer a prompt, streaming"),
+    "simulate": ("minikv.simulate:main", "serve simulated traffic on a GPU that is not here"),
     "bench": ("minikv.bench:main", "measure this engine beside transformers and vLLM"),
     "start": ("minikv.classroom.work:main_start", "copy a chapter's exercises to work/"),
     "check": ("minikv.classroom.check:main", "check your exercises, one by one"),

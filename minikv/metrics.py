@@ -93,7 +93,11 @@ def summarize(requests, metrics) -> dict:
     import numpy as np
 
     done = [r for r in requests if r.finish_reason in ("stop", "length")]
-    out = {"completed": len(done), "num_requests": len(requests)}
+    out = {
+        "completed": len(done),
+        "failed": sum(r.finish_reason == "error" for r in requests),
+        "num_requests": len(requests),
+    }
     if not done:
         return out
     start = min(r.arrival_time for r in requests)

@@ -60,8 +60,9 @@ class Scheduler:
             raise OutOfKVMemory(
                 f"request {request.request_id!r} may need {request.max_kv_tokens} slots "
                 f"({request.num_prompt_tokens} prompt tokens + max_tokens {request.max_tokens} "
-                f"- 1), which never fit in a pool of {m.num_blocks * m.block_size} slots "
-                f"({m.num_blocks} blocks of {m.block_size}) under {type(m).__name__}"
+                f"- 1), which never fit: {type(m).__name__} gives one request at most "
+                f"{m.max_slots_per_request} of the pool's {m.num_blocks * m.block_size} slots "
+                f"({m.num_blocks} blocks of {m.block_size})"
             )
         self._ids.update(ids)
         self.waiting.append(request)
@@ -368,3 +369,6 @@ class StaticScheduler(Scheduler):
         row.finish_reason = reason
         self.manager.free(row)  # the row holds the blocks: the manager knows no other request
         return super().finish(row.request, reason, now)
+
+
+BATCHING = {"continuous": Scheduler, "static": StaticScheduler}

@@ -35,7 +35,8 @@ FLOORS = {
     "doctor": 9,
     "generate": 10,
     "bench": 10,
-    "__main__": 11,
+    "simulate": 11,
+    "__main__": 12,
 }
 WITHOUT_TORCH = [part for part, floor in FLOORS.items() if floor <= 5 and part != "model"]
 STDLIB_ONLY = ["minikv", "minikv.__main__", "minikv.bootstrap"]

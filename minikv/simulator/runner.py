@@ -51,7 +51,7 @@ class StepTime:
         """What it assumes, in a few lines, for whoever reads a result."""
         m, gpu = self.model, self.gpu
         return (
-            f"{m.name} in {m.dtype} on one {gpu.name} ({gpu.source}). A step takes\n"
+            f"{m.name} in {m.dtype} on {gpu.name} ({gpu.source}). A step takes\n"
             "max(compute, memory) + overhead + copies:\n"
             f"  compute   2 x {m.num_parameters / 1e9:.3g}B FLOP per token, and attention's, at "
             f"{self.compute_efficiency:.0%} of {gpu.bf16_flops / 1e12:.4g} TFLOP/s\n"

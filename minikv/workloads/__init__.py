@@ -61,8 +61,8 @@ class Workload:
         the first num_requests, whichever ends first; at least one of the two must be given."""
         if duration_s is None and num_requests is None:
             raise ValueError("give duration_s, num_requests or both: traffic has no end by itself")
-        if duration_s is not None and not duration_s > 0:
-            raise ValueError(f"duration_s is {duration_s}, but must be above 0")
+        if duration_s is not None and not 0 < duration_s < float("inf"):
+            raise ValueError(f"duration_s is {duration_s}, but must be above 0 and finite")
         if num_requests is not None:
             require_int("num_requests", num_requests, at_least=1)
         rng = np.random.default_rng(seed)

@@ -10,11 +10,9 @@ def _up_to(gaps, rate, duration_s, num_requests):
     times, last = [], 0.0
     wanted = num_requests if num_requests is not None else np.inf
     while sum(map(len, times)) < wanted and (duration_s is None or last < duration_s):
-        n = (
-            wanted
-            if duration_s is None
-            else min(wanted, int(rate * (duration_s - last) * 1.1) + 64)
-        )
+        n = wanted
+        if duration_s is not None:
+            n = min(n, int(rate * (duration_s - last) * 1.1) + 64)
         times.append(last + np.cumsum(gaps(int(n))))
         last = times[-1][-1]
     times = np.concatenate(times)[:num_requests]
@@ -43,15 +41,16 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Gamma:
-    """Gaps from a gamma distribution with this coefficient of variation: 1 is Poisson, more is
-    bursty, less is regular."""
+    """Gaps from a gamma distribution with this coefficient of variation, from 0.001 to 100: 1 is
+    Poisson, more is bursty, less is regular."""
 
     rate: float
     cv: float
 
     def __post_init__(self):
         _require_positive("rate", self.rate)
-        _require_positive("cv", self.cv)
+        if not 0.001 <= self.cv <= 100:
+            raise ValueError(f"cv is {self.cv}, but must be from 0.001 to 100")
 
     def times(self, rng, duration_s, num_requests):
         shape = self.cv**-2
