@@ -1,8 +1,11 @@
 """TTFT, TPOT and ITL on steps made by hand: no clock runs here."""
 
+import math
+import statistics
+
 import pytest
 
-from minikv.metrics import Metrics, RequestMetrics, StepRecord
+from minikv.metrics import PERCENTILES, Metrics, RequestMetrics, StepRecord, summarize, timeline
 from minikv.request import Request
 
 # ends of six steps, unevenly spaced
@@ -76,3 +79,114 @@ def test_an_abort_before_the_first_token():
     request.finish_time = 3.0
     of = metrics().of(request)
     assert of.latency == 2.0 and of.ttft is of.tpot is None
+
+
+# -- all requests together -----------------------------------------------------------------------
+
+
+def served():
+    """Three that finished (one preempted, one with a single token), one aborted, one refused,
+    one that still runs; over the six steps above, with other counts in each."""
+    out = metrics()
+    out.num_blocks = 10
+    counts = [(1, 3, 2), (2, 6, 5), (3, 3, 7), (2, 2, 5), (2, 9, 10), (1, 1, 1)]
+    out.steps[:] = [
+        StepRecord(step.start, step.end, *each)
+        for step, each in zip(out.steps, counts, strict=True)
+    ]
+    requests = [
+        finished([[0, 2]], arrival_time=0.25),
+        finished([[1, 2], [4, 5]], arrival_time=0.75),
+        finished([[3, 3]], arrival_time=2.0),
+        finished([[1, 3]], arrival_time=0.0),
+        Request("refused", [1] * 9, arrival_time=0.1),
+        finished([[4, 5]], arrival_time=3.0),
+    ]
+    for request, reason in zip(
+        requests, ("length", "stop", "length", "abort", "error", None), strict=True
+    ):
+        request.finish_reason = reason
+    requests[1].num_preemptions = 1
+    return requests, out
+
+
+def naive_percentile(values, percent):
+    """Linear interpolation between the two nearest of the sorted values."""
+    values = sorted(values)
+    place = percent / 100 * (len(values) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (place - low)
+
+
+def test_the_summary_against_a_plain_recomputation():
+    requests, out = served()
+    got = summarize(requests, out)
+    of = [out.of(r) for r in requests if r.finish_reason in ("length", "stop")]
+    duration = 8.75 - 0.0  # the first arrival, though it was aborted, to the last step's end
+    assert got["completed"] == 3 and got["failed"] == 1 and got["num_requests"] == 6
+    assert got["duration"] == duration
+    assert got["total_input_tokens"] == 9 and got["total_output_tokens"] == 3 + 4 + 1
+    assert got["request_throughput"] == pytest.approx(3 / duration)
+    assert got["output_throughput"] == pytest.approx(8 / duration)
+    assert got["total_token_throughput"] == pytest.approx(17 / duration)
+    assert got["num_preemptions"] == 1 and got["num_steps"] == 6
+    series = {
+        "ttft": [m.ttft for m in of],
+        "tpot": [m.tpot for m in of if m.tpot is not None],
+        "itl": [gap for m in of for gap in m.itl],
+        "e2el": [m.latency for m in of],
+        "queue_time": [m.queue_time for m in of],
+    }
+    assert [len(values) for values in series.values()] == [3, 2, 5, 3, 3]
+    for name, seconds in series.items():
+        ms = [1000 * s for s in seconds]
+        assert got[f"mean_{name}_ms"] == pytest.approx(statistics.mean(ms))
+        assert got[f"median_{name}_ms"] == pytest.approx(statistics.median(ms))
+        for percent in PERCENTILES:
+            assert got[f"p{percent}_{name}_ms"] == pytest.approx(naive_percentile(ms, percent))
+    assert len(got) == 13 + 5 * (2 + len(PERCENTILES))
+    seconds = [0.5, 0.5, 2.0, 0.25, 1.0, 4.0]
+    assert got["mean_num_seqs"] == pytest.approx(
+        sum(s * n for s, n in zip(seconds, [1, 2, 3, 2, 2, 1], strict=True)) / 8.25
+    )
+    assert got["utilization"] == pytest.approx(
+        sum(s * n for s, n in zip(seconds, [2, 5, 7, 5, 10, 1], strict=True)) / 8.25 / 10
+    )
+
+
+def test_the_summary_of_single_tokens_has_no_pace():
+    out = metrics()
+    requests = [finished([[i, i]]) for i in range(3)]
+    for request in requests:
+        request.finish_reason = "length"
+    got = summarize(requests, out)
+    assert got["completed"] == 3 and got["mean_ttft_ms"] > 0
+    assert not [name for name in got if "itl" in name or "tpot" in name]
+    assert "utilization" not in got  # a pool of unknown size
+
+
+def test_where_nothing_finished_there_is_only_the_count():
+    requests, out = served()
+    counts = {"completed": 0, "failed": 0, "num_requests": 0}
+    assert summarize([], Metrics()) == counts
+    assert summarize(requests[3:], out) == counts | {"failed": 1, "num_requests": 3}
+
+
+def test_a_clock_that_stands_still_divides_by_no_zero():
+    out = Metrics(4)
+    out.steps.append(StepRecord(1.0, 1.0, 1, 3, 2))
+    request = finished([[0, 0]], arrival_time=1.0)
+    request.finish_reason, request.first_token_time, request.finish_time = "length", 1.0, 1.0
+    assert summarize([request], out)["output_throughput"] > 0
+
+
+def test_a_timeline_is_a_table_for_pandas():
+    pandas = pytest.importorskip("pandas")  # the notebooks'; the engine needs none
+
+    _, out = served()
+    table = pandas.DataFrame(timeline(out))
+    assert list(table.columns) == list(StepRecord._fields)
+    assert len(table) == 6 and table.end.tolist() == ENDS
+    assert table.num_tokens.sum() == 24 and table.num_seqs.dtype.kind == "i"
+    assert list(pandas.DataFrame(timeline(Metrics())).columns) == list(StepRecord._fields)
