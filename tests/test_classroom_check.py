@@ -32,6 +32,12 @@ def add(nb, after, source):
     nb.cells.insert(place + 1, nbformat.v4.new_code_cell(source))
 
 
+def read(nb, tmp_path):
+    path = tmp_path / "01_slots.ipynb"
+    path.write_text(nbformat.writes(nb), encoding="utf-8")
+    return read_submission(path)[0]
+
+
 def run(nb, tmp_path, cell_seconds=30):
     """{exercise: (status, message)} and the other failures."""
     path = tmp_path / "01_slots.ipynb"
@@ -41,7 +47,7 @@ def run(nb, tmp_path, cell_seconds=30):
 
 
 def test_right_answers_pass_whatever_else_the_notebook_holds(tmp_path):
-    nb = notebook(ex_1_2=RIGHT_2, written_1_3="Less waste.")
+    nb = notebook(ex_1_2=RIGHT_2, written_1_3="At most one block stands partly empty.")
     for cell in nb.cells:
         if cell.id == "ex-1-1":  # a helper in a cell of its own, then the answer
             cell.source = "def num_blocks(num_tokens):\n    return helper(num_tokens)"
@@ -71,6 +77,47 @@ def test_a_check_that_only_prints_is_compared_and_shows_the_first_difference(tmp
     assert verdicts["1.2"] == (
         "not right yet", "printed '16 16' where '16 0' was expected (line 2)",
     )  # fmt: skip
+
+
+def test_what_an_answer_prints_does_not_count(tmp_path):
+    """On a line of its own, amid a check's line, shown, from a helper that is a generator."""
+    nb = notebook(
+        ex_1_1="print('now')\ndef num_blocks(num_tokens):\n"
+        "    display(num_tokens)\n    [got] = helper(num_tokens)\n    return got",
+        ex_1_2="def unused_slots(num_tokens):\n    print(num_tokens, 'tokens', end=' ')\n"
+        "    return -num_tokens % 16",
+    )
+    loud = "def helper(n):\n    print('1 1')\n    yield -(-n // 16)\n    print(n)"
+    add(nb, "ex-1-1", loud)
+    verdicts, _ = run(nb, tmp_path)
+    assert (verdicts["1.1"], verdicts["1.2"]) == (("passed", ""), ("passed", ""))
+    # Nor do expected lines that it prints itself make it right.
+    lines = "def unused_slots(num_tokens):\n    print('1 15\\n16 0\\n17 15')\n    return 7"
+    verdicts, _ = run(notebook(ex_1_1=RIGHT_1, ex_1_2=lines), tmp_path)
+    assert verdicts["1.2"][1] == "printed '1 7' where '1 15' was expected (line 1)"
+
+
+@pytest.mark.parametrize(("text", "status"), [
+    ("*Exercise 1.3: write your answer here.* ok", "not yet done"),
+    ("ok", "not yet done"),
+    ("*Exercise 1.3: write your answer here.*\n\nAt most one block is partly empty.", "written"),
+])  # fmt: skip
+def test_a_word_is_not_a_written_answer(tmp_path, text, status):
+    merged = merge(notebook(), read(notebook(written_1_3=text), tmp_path))
+    verdict = check_module._verdicts(merged, {})[-1]
+    assert (verdict.status, verdict.coded) == (status, False)
+
+
+def test_an_overwritten_name_is_named_where_it_may_be_the_cause(tmp_path):
+    answer = "BLOCK_SIZE = '16'\ndef num_blocks(num_tokens):\n    return -(-num_tokens // 16)"
+    verdicts, _ = run(notebook(ex_1_1=answer, ex_1_2=RIGHT_2), tmp_path)
+    assert verdicts["1.1"][1].startswith("TypeError: unsupported operand")
+    assert "need the name BLOCK_SIZE; your notebook gives it a new" in verdicts["1.1"][1]
+    shipped = notebook()
+    nb = notebook(ex_1_1=f"import math, os\n{RIGHT_1}")
+    add(nb, "ex-1-1", "from cmath import pi as math\nunfinished =")
+    add(nb, "ex-1-1", "%time BLOCK_SIZE = 8\nfor BLOCK_SIZE in (1,): pass")
+    assert merge(shipped, read(nb, tmp_path)).overwritten == {"BLOCK_SIZE"}
 
 
 def test_shipped_exercises_are_not_yet_done_and_say_which_other_one_they_need(tmp_path):
@@ -268,15 +315,17 @@ def test_start_check_reset_and_progress(tmp_path, capsys):
     nbformat.write(nb, path)
     assert work.start(root, "01") == (path, False)  # never overwrites answers
     assert check_module.main(["1", "--root", str(root)]) == 0
-    assert "2 of 2 coded exercises passed" in capsys.readouterr().out
-    assert work.progress(root) == [f"  {'01_slots':<24} 2 of 3 done"]
+    line = "2 of 2 coded exercises passed, 0 of 1 written"  # the same count in both
+    assert line in capsys.readouterr().out
+    assert work.progress(root) == [f"  {'01_slots':<24} {line}"]
 
     before = path.read_bytes()
     backup = work.reset(root, "01", "1.1")
     assert backup.read_bytes() == before
     sources = {c.id: c.source for c in nbformat.read(path, as_version=4).cells}
     assert "NotImplementedError" in sources["ex-1-1"] and sources["ex-1-2"] == RIGHT_2
-    assert work.progress(root)[0].endswith("edited since the last check")
+    line = "1 of 2 coded exercises passed, 0 of 1 written, edited since the last check"
+    assert work.progress(root) == [f"  {'01_slots':<24} {line}"]
 
     nb = nbformat.read(path, as_version=4)
     nb.cells = [cell for cell in nb.cells if cell.id != "ex-1-2"]
@@ -293,6 +342,10 @@ def test_start_check_reset_and_progress(tmp_path, capsys):
     work.reset(root, "01")
     assert path.read_bytes() == (root / "exercises/01_slots.ipynb").read_bytes()
     assert len(list((root / "work/backup").iterdir())) == 4
+    line = "0 of 2 coded exercises passed, 0 of 1 written"  # as shipped, whatever was recorded
+    assert work.progress(root) == [f"  {'01_slots':<24} {line}"]
+    path.write_text("{")
+    assert work.progress(root)[0].endswith("cannot be read; python -m minikv check 01 says why")
 
 
 def test_reset_asks_and_names_what_it_does_not_know(tmp_path, monkeypatch, capsys):

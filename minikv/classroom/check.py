@@ -2,17 +2,21 @@
 
 The answers are merged into the exercise as shipped (submission.py), in a temporary folder, and run
 under nbval with a time limit on each cell. PATH may be a number: `check 01` is `work/01_*.ipynb`.
-The exit status is 0 when every coded exercise passes. Nothing is sent anywhere.
+What an answer prints does not count (nbval_print.py). The exit status is 0 when every coded
+exercise passes. Nothing is sent anywhere.
 
 `--audit` checks the checks instead: see audit.py.
 """
 
 import argparse
+import copy
 import re
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+import nbformat
 
 from minikv.classroom import work
 from minikv.classroom.nbval_run import run_nbval
@@ -27,7 +31,8 @@ from minikv.classroom.source import (
 )
 from minikv.classroom.submission import merge, read_submission
 
-PASSED, NOT_YET, WRONG, WRITTEN = "passed", "not yet done", "not right yet", "written"
+PASSED, WRITTEN = work.PASSED, work.WRITTEN
+NOT_YET, WRONG = "not yet done", "not right yet"
 NOT_RUN = "not checked"
 CELL_SECONDS = 60
 MAX_MESSAGE = 1500
@@ -40,6 +45,7 @@ class Verdict:
     exercise: str
     status: str
     message: str = ""
+    coded: bool = True  # else written: a person reads it
 
 
 def check_notebook(path, root, cell_seconds=CELL_SECONDS):
@@ -48,10 +54,20 @@ def check_notebook(path, root, cell_seconds=CELL_SECONDS):
     name = work.chapter_of(path, metadata, root)
     merged = merge(pristine_exercise(root, name), cells)
     with tempfile.TemporaryDirectory(prefix="minikv-check-") as folder:
-        copy = Path(folder, f"{name}.ipynb")
-        copy.write_bytes(to_bytes(merged.notebook))
-        results = run_nbval(copy, root, compare="tagged", cell_seconds=cell_seconds)
+        file = Path(folder, f"{name}.ipynb")
+        file.write_bytes(to_bytes(_quiet(merged)))
+        results = run_nbval(file, root, compare="tagged", cell_seconds=cell_seconds)
     return name, _verdicts(merged, results), _other_failures(merged, results)
+
+
+def _quiet(merged):
+    """The notebook to run: a first cell keeps what the learner's cells print apart."""
+    ids = {cell.id for cell in merged.notebook.cells if role_of(cell) == "answer"}
+    own = [c.source for c in merged.notebook.cells if c.id in ids or c.id.startswith("extra-")]
+    source = f"from minikv.classroom.nbval_print import install\n\ninstall({own!r})"
+    notebook = copy.copy(merged.notebook)
+    notebook.cells = [nbformat.v4.new_code_cell(source, id="keep-prints-apart"), *notebook.cells]
+    return notebook
 
 
 def _verdicts(merged, results):
@@ -71,8 +87,8 @@ def _verdict(exercise, cells, merged, results):
     checks = [cell for cell in cells if role_of(cell) == "check"]
     if written and not checks:
         done = all(cell.id in merged.written for cell in written)
-        message = "answered; a person reads it" if done else "nothing written yet"
-        return Verdict(exercise, WRITTEN if done else NOT_YET, message)
+        message = "answered; a person reads it" if done else "not written yet; a sentence at least"
+        return Verdict(exercise, WRITTEN if done else NOT_YET, message, coded=False)
     for cell in cells:
         if cell.id in merged.missing:
             message = f"its answer cell is gone; python -m minikv reset brings {exercise} back"
@@ -80,7 +96,7 @@ def _verdict(exercise, cells, merged, results):
     for cell in cells:
         result = results.get(cell.id)  # a written answer beside a check has none
         if result and result["outcome"] != "passed":
-            verdict = _failed(exercise, result)
+            verdict = _failed(exercise, result, merged.overwritten)
             if verdict.status == NOT_YET and not verdict.message:
                 passed = [c for c in checks if results.get(c.id, {}).get("outcome") == "passed"]
                 if passed:
@@ -89,7 +105,7 @@ def _verdict(exercise, cells, merged, results):
     return Verdict(exercise, PASSED)
 
 
-def _failed(exercise, result):
+def _failed(exercise, result, overwritten=()):
     message, ename = result["message"].strip(), result.get("ename", "")
     if ename == "NotImplementedError" and message.startswith("Exercise "):
         if message.startswith(f"Exercise {exercise}:"):
@@ -102,6 +118,9 @@ def _failed(exercise, result):
         message = re.sub(r" \(\S+\.py, line (\d+)\)$", r" (line \1)", message)
         where = f"\n({result['where']})" if result.get("where") else ""
         message = f"{ename}: {message}{where}"
+        if overwritten:
+            names = ", ".join(sorted(overwritten))
+            message += f"\nThe checks may need the name {names}; your notebook gives it a new value"
     elif result["kind"] == "timeout":
         message += "; does a loop never end?"
     elif result["kind"] == "not run":
@@ -135,10 +154,8 @@ def report(path, name, verdicts, others):
             print(f"{'':23}{line}".rstrip())
     for text in others:
         print(f"\n  {text}")
-    coded = [v for v in verdicts if v.status != WRITTEN and v.message != "nothing written yet"]
-    passed = sum(v.status == PASSED for v in coded)
-    print(f"\n{passed} of {len(coded)} coded exercises passed")
-    return passed == len(coded) and not others
+    print(f"\n{work.tally((verdict.coded, verdict.status) for verdict in verdicts)}")
+    return all(v.status == PASSED for v in verdicts if v.coded) and not others
 
 
 def main(argv=None):

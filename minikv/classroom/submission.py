@@ -5,6 +5,7 @@ answer is looked for by its grade_id, then by its cell id, then by the names tha
 and expected outputs always come from the shipped exercise, never from the learner's file.
 """
 
+import ast
 import copy
 import json
 import re
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import nbformat
 
+from minikv.classroom.arc import without_magics
 from minikv.classroom.source import CourseError, role_of
 
 MAX_BYTES = 50_000_000
+MIN_LETTERS = 20  # of a written answer: about a sentence
 TOP_NAMES = re.compile(r"^(?:async )?(?:def|class) +(\w+)|^(\w+) *(?::[^=\n]+)?=(?!=)", re.M)
 
 
@@ -35,7 +38,8 @@ class Merged:
 
     notebook: object
     missing: set = field(default_factory=set)  # ids of answer cells that the submission lacks
-    written: set = field(default_factory=set)  # ids of written answers that have been filled in
+    written: set = field(default_factory=set)  # ids of written answers that hold a sentence
+    overwritten: set = field(default_factory=set)  # names the checks need, given another value
 
 
 def read_submission(path):
@@ -120,11 +124,49 @@ def merge(exercise, cells):
             cell.source = cells[position].source
             # The reference has no output here; one may stand in the solution for the reader.
             cell.outputs, cell.execution_count = [], None
-        elif _changed(cells[position], cell):
+        elif _answered(cells[position], cell):
             cell.source = cells[position].source
             merged.written.add(cell.id)
     _insert_extras(merged.notebook, exercise, cells, used)
+    merged.overwritten = _overwritten(merged.notebook, exercise)
     return merged
+
+
+def _overwritten(notebook, exercise):
+    """Names of the shipped cells around the exercises that the learner's own cells bind anew."""
+    shipped = {c.id: c.source for c in exercise.cells if c.cell_type == "code"}
+    needed, own = {}, set()
+    for cell in exercise.cells:
+        if cell.id in shipped and role_of(cell) is None:
+            needed |= _bound(cell.source)
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and cell.source != shipped.get(cell.id):
+            own |= _bound(cell.source).items()
+    # To import the same once more does no harm.
+    return {
+        name for name, origin in own if name in needed and (not origin or origin != needed[name])
+    }
+
+
+def _bound(source):
+    """{name: what is imported under it, or an empty text} that a cell binds at its top level."""
+    try:
+        body = ast.parse(without_magics(source)).body
+    except (SyntaxError, ValueError):
+        return {}
+    names = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names[node.name] = ""
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                name = (alias.asname or alias.name).split(".")[0]
+                names[name] = f"{getattr(node, 'module', '')} {alias.name}"
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.For | ast.With):
+            for n in ast.walk(node):
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store):
+                    names[n.id] = ""
+    return names
 
 
 def _squeezed(source):
@@ -133,6 +175,12 @@ def _squeezed(source):
 
 def _changed(mine, shipped):
     return _squeezed(mine.source) not in ("", _squeezed(shipped.source))
+
+
+def _answered(mine, shipped):
+    """Whether more than a word or two stands in a written answer, the placeholder not counted."""
+    own = _squeezed(mine.source).replace(_squeezed(shipped.source), "")
+    return len(re.findall(r"\w", own)) >= MIN_LETTERS
 
 
 def _names(source):

@@ -24,8 +24,9 @@ from minikv.classroom.source import (
     to_bytes,
     write_if_changed,
 )
-from minikv.classroom.submission import read_submission
+from minikv.classroom.submission import merge, read_submission
 
+PASSED, WRITTEN = "passed", "written"  # what counts as done, coded or in words
 WORK = "work"
 RECORD = "progress.json"  # in work/: what the last check of each chapter said
 
@@ -148,25 +149,62 @@ def _same_cell(mine, shipped):
     return grade_id == shipped.id or mine.get("id") == shipped.id
 
 
+def tally(exercises):
+    """The one count of `check` and `progress`. exercises: (whether coded, status) of each."""
+    counts = {True: [0, 0], False: [0, 0]}  # whether coded -> [done, all]
+    for coded, status in exercises:
+        counts[coded][0] += status == (PASSED if coded else WRITTEN)
+        counts[coded][1] += 1
+    (passed, coded), (answered, written) = counts[True], counts[False]
+    text = f"{passed} of {coded} coded exercises passed"
+    return text + (f", {answered} of {written} written" if written else "")
+
+
 def progress(root):
     """One line for each chapter with exercises."""
     records, lines = _records(root), []
     for name in exercise_names(root):
         path = Path(root, WORK, f"{name}.ipynb")
-        shipped = pristine_exercise(root, name)
-        exercises = {exercise_of(cell) for cell in shipped.cells if role_of(cell)}
-        entry = records.get(name, {})
-        if not path.exists():
-            state = "not started"
-        elif not entry:
-            state = f"started; python -m minikv check {name.split('_')[0]} counts what is done"
-        else:
-            done = sum(s in ("passed", "written") for s in entry["statuses"].values())
-            state = f"{done} of {len(exercises)} done"
-            if path.stat().st_mtime != entry["modified"]:
-                state += ", edited since the last check"
+        state = _state(path, pristine_exercise(root, name), records.get(name, {}))
         lines.append(f"  {name:<24} {state}")
     return lines or ["  no exercises yet"]
+
+
+def _state(path, shipped, entry):
+    if not path.exists():
+        return "not started"
+    number = path.stem.split("_")[0]
+    try:
+        touched = _touched(path, shipped)
+    except CourseError:
+        return f"cannot be read; python -m minikv check {number} says why"
+    if touched and not entry:
+        return f"started; python -m minikv check {number} counts what is done"
+    roles = {}
+    for cell in shipped.cells:
+        if role_of(cell):
+            roles.setdefault(exercise_of(cell), set()).add(role_of(cell))
+    statuses = entry.get("statuses", {})
+    # What has been reset since the check counts no more.
+    state = tally(
+        ("check" in kinds, statuses.get(exercise) if exercise in touched else None)
+        for exercise, kinds in roles.items()
+    )
+    edited = touched and path.stat().st_mtime != entry["modified"]
+    return state + (", edited since the last check" if edited else "")
+
+
+def _touched(path, shipped):
+    """The exercises in which an answer is no longer as shipped."""
+    merged = merge(shipped, read_submission(path)[0])
+    pairs = zip((c for c in merged.notebook.cells if c.id in {s.id for s in shipped.cells}),
+                shipped.cells, strict=True)  # fmt: skip
+    return {
+        exercise_of(cell)
+        for mine, cell in pairs
+        if role_of(cell) in ("answer", "written")
+        and (mine.source != cell.source or cell.id in merged.missing)
+    }
 
 
 # ----------------------------------------------------------------------------------- the commands
