@@ -83,6 +83,18 @@ def test_the_drawn_rectangles_are_the_data(run):
         assert area[state] == sum(row.count(state) for row in rows)
 
 
+def test_steps_are_labelled_from_the_first_and_an_empty_pool_is_named(run):
+    snapshots, _, _ = run
+    card, rows = pool.pool_over_steps(snapshots)
+    ax = card.axes[0]
+    labels = [int(label.get_text()) for label in ax.get_yticklabels()]
+    assert labels == sorted(set(labels))
+    assert (labels[0], labels[-1]) == (snapshots[0].step, snapshots[-1].step)
+    named = [text.get_text() for text in ax.texts].count("all slots free")
+    assert named == sum(not row.requests for row in rows) > 0
+    assert len(pool.pool_over_steps(snapshots[:1])[0].axes[0].get_yticks()) == 1
+
+
 def test_scattered_and_shared_blocks_are_drawn_where_they_are():
     snap = pool.PoolSnapshot(
         step=3,

@@ -1,6 +1,7 @@
 """Chapter 1's figures: what they say they drew, their alt text, and that they read in greyscale."""
 
 import itertools
+import re
 
 import matplotlib
 import pytest
@@ -43,6 +44,15 @@ def test_costs_are_milliseconds_and_the_alt_text_holds_none():
     assert "12.3" not in card.alt and "x, 16 to 64 tokens" in card.alt
 
 
+def test_costs_on_logarithmic_axes_stand_at_their_lengths():
+    series = {"without": [(16, 0.2), (512, 4.6)], "with": [(16, 0.04), (512, 0.08)]}
+    card, _ = decode.cost_per_token(series, title="Cost", log=True)
+    ax = card.axes[0]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["16", "512"]
+    assert "logarithmic" in ax.get_xlabel()
+
+
 def test_a_cache_fills_prompt_first_then_one_slot_a_step():
     steps = decode.cache_steps(TOKENS, 3, 8)
     assert [s.states for s in steps] == [
@@ -81,6 +91,16 @@ def test_counters_move_at_the_end_of_a_step_and_slots_before_attention():
         ("attend", 9, 8, 9),
         ("sample", 9, 8, 9),
         ("append", 10, 9, 9),
+    ]
+
+
+def test_between_the_first_arrow_and_the_last_only_what_moves_is_written():
+    card, _ = decode.life_cycle([("a decode", 9, 8)])
+    texts = [text.get_text() for text in card.axes[0].texts]
+    assert [text for text in texts if re.fullmatch(r"[a-z]+ \d+", text)] == [
+        *("tokens 9", "computed 8", "slots 8"),
+        "slots 9",
+        *("tokens 10", "computed 9", "slots 9"),
     ]
 
 

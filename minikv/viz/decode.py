@@ -4,6 +4,7 @@ the two counters of a request stand. Pure functions: plain data in, (figure, wha
 from typing import NamedTuple
 
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.ticker import LogLocator, NullLocator
 
 from minikv.viz.style import CARD, INK, MUTED, RULE, WHITE, colour, figure, ink_on, look, tint
 from minikv.viz.widgets import is_live, step_player
@@ -22,10 +23,11 @@ MARKERS = ("o", "s", "^", "D")
 # --- what a token costs ------------------------------------------------------------------------
 
 
-def cost_per_token(series, *, title, predicted=()):
+def cost_per_token(series, *, title, predicted=(), log=False):
     """Milliseconds for the next token over the tokens before it.
 
     series: name -> [(tokens, seconds)]. predicted: names drawn as a dashed line without marks.
+    log: both axes logarithmic, for series that differ by orders of magnitude.
     Returns (figure, {name: [(tokens, milliseconds)]}). The alt text holds no measured value.
     """
     drawn = {name: [(n, s * 1e3) for n, s in points] for name, points in series.items()}
@@ -39,8 +41,18 @@ def cost_per_token(series, *, title, predicted=()):
                 style = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.3}
             ax.plot(*zip(*points, strict=True), label=name, **style)
         ax.set(title=title, xlabel="tokens before it", ylabel="milliseconds for the next token")
-        ax.set_ylim(bottom=0)
-        ax.set_xlim(left=0)
+        if log:
+            ax.set(xscale="log", yscale="log")
+            lengths = sorted({n for points in drawn.values() for n, _ in points})
+            ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_major_formatter("{x:g}")
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.set_minor_locator(NullLocator())
+            ax.set_xlabel("tokens before it (both axes are logarithmic)")
+        else:
+            ax.set_ylim(bottom=0)
+            ax.set_xlim(left=0)
         ax.legend(loc="upper left")
     return card, drawn
 
@@ -221,12 +233,17 @@ def attention_reads(num_prompt_tokens, num_new_tokens):
                 _cell(ax, key, query, PROMPT if key < cached else NEW)
         for y in range(num_prompt_tokens, num_rows):
             ax.plot([0, y + 1], [y, y], color=INK, linewidth=1)
-        title = "Attention's reads: one row more with every step"
+        title = "Which keys each token's query reads"
         _grid(ax, title, num_rows, num_rows, "key: position that is read", "query: position")
         ax.set_yticks([row + 0.5 for row in range(num_rows)], range(num_rows))
-        ax.text(num_rows - 0.2, 1.6, "masked:\nthe future", ha="right", color=MUTED, fontsize=9)
-        where = {"x": num_prompt_tokens + 0.6, "color": MUTED, "fontsize": 8, "va": "center"}
-        ax.text(y=num_prompt_tokens - 1.5, s="above the line: one pass, the prompt", **where)
+        where = {"x": num_rows - 0.2, "color": MUTED, "fontsize": 8, "ha": "right"}
+        ax.text(y=1.6, s="white: later tokens,\nnever read", **where)
+        first, last = f"row {num_prompt_tokens}", f"rows 0 to {num_prompt_tokens - 1}"
+        ax.text(y=num_prompt_tokens - 2.1, s=f"{last}:\nthe prompt, in one pass", **where)
+        if num_rows > num_prompt_tokens:
+            box = {"boxstyle": "square,pad=0.2", "facecolor": PROMPT_FACE, "edgecolor": "none"}
+            ax.text(0.25, num_rows - 0.3, f"from {first} on: a pass for each row", color=INK,
+                    fontsize=8, bbox=box)  # fmt: skip
         handles = [
             Patch(label="key written in this pass", **FILLS[NEW], edgecolor=INK, linewidth=0.6),
             Patch(label="key from the cache", **FILLS[PROMPT], edgecolor=INK, linewidth=0.6),
@@ -281,7 +298,8 @@ def moments(num_tokens, num_computed_tokens) -> list[Moment]:
 
 
 def life_cycle(steps):
-    """Schedule, write K and V, attend, sample, append, with the counters at every arrow.
+    """Schedule, write K and V, attend, sample, append. At an arrow stand the counters that have
+    moved; at the first and the last all of them.
 
     steps: [(title, num_tokens, num_computed_tokens)] at their start, one row each. Returns
     (figure, [the moments of each row]).
@@ -315,20 +333,13 @@ def _draw_cycle(ax, title, row):
         arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
         start, end = x + width + 0.06, x + gap - 0.08
         ax.annotate("", xy=(end, 0.5), xytext=(start, 0.5), arrowprops=arrow)
-        counts = moment[1:]
         before = row[index - 1][1:] if index else None
-        for line, (name, count) in enumerate(zip(COUNTERS, counts, strict=True)):
+        for line, (name, count) in enumerate(zip(COUNTERS, moment[1:], strict=True)):
             moved = before is not None and before[line] != count
-            ax.text(
-                (start + end) / 2,
-                1.28 + 0.3 * line,
-                f"{name} {count}",
-                ha="center",
-                va="center",
-                fontsize=8,
-                fontweight="bold" if moved else "normal",
-                color=INK if moved else MUTED,
-            )
+            if before is None or last or moved:  # in between, only what changes
+                style = {"fontweight": "bold", "color": INK} if moved else {"color": MUTED}
+                text = {"s": f"{name} {count}", "fontsize": 8, "ha": "center", "va": "center"}
+                ax.text((start + end) / 2, 1.28 + 0.3 * line, **text, **style)
         if last:
             ax.text(end + 0.05, 0.5, "next\nstep", va="center", fontsize=8, color=MUTED)
     ax.set(xlim=(-0.1, gap * len(row) + 0.35), ylim=(2.1, -0.1), xticks=[], yticks=[])

@@ -6,6 +6,7 @@ A snapshot is plain data, taken from a running engine; the figures are functions
 from itertools import groupby
 from typing import NamedTuple
 
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
 from minikv.viz.style import CARD, INK, MUTED, RULE, WHITE, colour, figure, ink_on, look, tint
@@ -95,7 +96,7 @@ def pool_map(snap, *, blocks_per_row=None, names=None):
     with look():
         _draw_map(axes, snap, slots, blocks_per_row, _colours(names or slots.requests))
         axes.set_title(f"The pool after step {snap.step}")
-        _legend(card)
+        _legend(card, _colours(names or slots.requests))
     return card, slots
 
 
@@ -116,7 +117,7 @@ def pool_at_steps(snapshots, *, count=4, blocks_per_row=None):
         for ax, snap, slots in zip(axes.flat, chosen, drawn, strict=False):
             _draw_map(ax, snap, slots, blocks_per_row, colours)
             ax.set_title(f"after step {snap.step}")
-        _legend(card)
+        _legend(card, colours)
     return card, drawn
 
 
@@ -136,15 +137,24 @@ def pool_over_steps(snapshots, *, title="The pool, step by step"):
             ax.axhline(row, color=CARD, linewidth=0.5)
         _block_lines(ax, first.num_blocks, first.block_size, 0, num_rows)
         _label_lifetimes(ax, drawn, colours)
+        for row, slots in enumerate(drawn):
+            if not slots.requests:
+                where = {"x": num_slots / 2, "y": row + 0.52, "ha": "center", "va": "center"}
+                box = {"boxstyle": "square,pad=0", "facecolor": WHITE, "edgecolor": "none"}
+                ax.text(s="all slots free", fontsize=6.5, color=MUTED, bbox=box, **where)
         ax.set(xlim=(0, num_slots), ylim=(num_rows, 0), title=title)
         ax.set_xlabel(f"slot in the pool (a line every {first.block_size} slots: one block)")
         ax.set_ylabel("step")
         every = next(n for n in (1, 2, 5, 10, 20, 50, 100, num_rows) if num_rows / n <= 12)
-        rows = [r for r in range(num_rows) if snapshots[r].step % every == 0]
+        ends = [0, num_rows - 1] if num_rows > 1 else [0]
+        inner = [r for r in range(num_rows) if snapshots[r].step % every == 0]
+        inner = [r for r in inner if min(abs(r - end) for end in ends) > (every - 1) // 2]
+        rows = sorted(ends + inner)
+        ax.spines[:].set_visible(True)  # a frame: rows that hold nothing belong to it, too
         ax.set_yticks([r + 0.5 for r in rows], [snapshots[r].step for r in rows])
         ax.set_xticks(_slot_ticks(first))
         ax.tick_params(length=3)
-        _legend(card)
+        _legend(card, colours)
     return card, drawn
 
 
@@ -291,8 +301,18 @@ def _handles(states, of=MUTED):
     ]
 
 
-def _legend(card):
-    card.legend(handles=_handles(MEANING), loc="outside lower center", ncols=4, columnspacing=1.2)
+def _legend(card, colours):
+    """The states, each in the colours of the first requests."""
+    shown = list(colours.values())[:3] or [MUTED]
+    swatches = zip(*(_handles(MEANING, of) for of in shown), strict=True)
+    card.legend(
+        handles=list(swatches),
+        labels=list(MEANING.values()),
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="outside lower center",
+        ncols=4,
+        columnspacing=1.2,
+    )
 
 
 def _names(drawn):

@@ -59,7 +59,9 @@ def roofline(peak, bandwidth, series, *, title="The roofline of this machine"):
             style = {"color": colour(index), "marker": MARKERS[index % len(MARKERS)]}
             x = [p.intensity for p in points]
             y = [p.flops / 1e9 for p in points]
-            ax.plot(x, y, linestyle="none", markersize=8, markeredgecolor=INK, label=name, **style)
+            # Marks that lie on one another (a batch of any size, say) show through.
+            style |= {"markeredgecolor": INK, "markersize": 8, "alpha": 0.7, "zorder": 3}
+            ax.plot(x, y, linestyle="none", label=name, **style)
             _labels(ax, points)
         ax.set_xlim(left, right)
         ax.set_ylim(low, ys[1] * 1.8)
@@ -87,4 +89,6 @@ def _labels(ax, points):
             textcoords="offset points",
             ha="left" if len(same) == 1 else "center",
             fontsize=8,
+            # over the dotted line of the ridge, if need be
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": tint(INK, 0.07), "edgecolor": "none"},
         )
