@@ -65,7 +65,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class GPU:
-    """Three numbers of a datasheet, at face value: G is 10^9, and no software reaches them all."""
+    """Three numbers of a datasheet, at face value: G is 10^9, and no software reaches them all.
+
+    So memory is rounded down a little: of an H100 with 80 GB, nvidia-smi reports 81,559 MiB.
+    """
 
     name: str
     memory_gb: int
