@@ -24,12 +24,13 @@ class Clock(Protocol):
 
 class EngineCore:
     """report_every: ask the manager for a MemoryReport every so many steps; 0 for never (a report
-    looks at every running request)."""
+    looks at every running request). check_every_step: have the manager check its books, before
+    the step's blocks are read or written and again after it."""
 
-    def __init__(self, scheduler, runner, clock, *, report_every=0):
+    def __init__(self, scheduler, runner, clock, *, report_every=0, check_every_step=False):
         self.scheduler, self.manager = scheduler, scheduler.manager
         self.runner, self.clock = runner, clock
-        self.report_every = report_every
+        self.report_every, self.check_every_step = report_every, check_every_step
         self.metrics = Metrics(self.manager.num_blocks)
         self.num_ended = 0  # requests that have ended, the refused ones included
 
@@ -41,6 +42,8 @@ class EngineCore:
         for request in scheduler.admitted:
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = start
+        if self.check_every_step:
+            manager.check()
         tokens = self.runner.run(scheduled, manager.copies())
         end = self.clock.now()
         num_tokens = 0
@@ -52,6 +55,8 @@ class EngineCore:
             self.metrics.reports.append((len(steps) - 1, self.report()))
         finished = scheduler.update(scheduled, tokens, end, len(steps) - 1)
         self.num_ended += len(finished)
+        if self.check_every_step:
+            manager.check()
         return scheduled, finished
 
     def submit(self, request):

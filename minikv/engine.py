@@ -7,9 +7,11 @@ scheduler, and core's loop on the wall clock. The interface follows vLLM's `LLM`
 import contextlib
 import inspect
 import itertools
+import threading
 import time
 
 import numpy as np
+import psutil
 import torch
 from tqdm.auto import tqdm
 
@@ -21,12 +23,11 @@ from minikv.model.loader import Loaded, load
 from minikv.model.packing import pack_linears
 from minikv.model.probe import adopt
 from minikv.model.runner import ModelRunner
-from minikv.request import Request, RequestOutput, SamplingParams, require_int
-from minikv.scheduler import Scheduler, StaticScheduler
+from minikv.request import Request, RequestOutput, SamplingParams, require_int, require_number
+from minikv.scheduler import BATCHING, Scheduler
 
 CPU_POOL_BYTES = 1 << 30
 DEFAULT_BLOCK_SIZE = 16
-BATCHING = {"continuous": Scheduler, "static": StaticScheduler}
 
 
 class WallClock:
@@ -66,8 +67,13 @@ class LLM:
         batching: "continuous" (a request enters and leaves at any step) or "static" (a padded
             batch enters and leaves together).
         report_every: keep a MemoryReport every so many steps in `metrics.reports`; 0 for none.
+        check_every_step: have the manager check its books after every step (slower): the way to
+            find out where a manager of your own goes wrong.
 
-    Raises ValueError (UnsupportedModel for an architecture that would not be computed exactly).
+    An LLM is used from one thread at a time; several may share one loaded model.
+
+    Raises ValueError or TypeError naming the argument, UnsupportedModel (a ValueError) for an
+    architecture that would not be computed exactly, and OutOfKVMemory for a pool without room.
     """
 
     def __init__(
@@ -87,16 +93,15 @@ class LLM:
         gpu_memory_utilization=0.9,
         report_every=0,
         batching="continuous",
+        check_every_step=False,
     ):
         self.seed = require_int("seed", seed, at_least=0)
         require_int("report_every", report_every, at_least=0)
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization is {gpu_memory_utilization}, but must be above 0 and at "
-                "most 1"
-            )
-        if batching not in BATCHING:
+        require_number("gpu_memory_utilization", gpu_memory_utilization, above=0, at_most=1)
+        if not isinstance(batching, str) or batching not in BATCHING:
             raise ValueError(f"batching is {batching!r}; known: {', '.join(BATCHING)}")
+        _require_part("kv_cache_manager", kv_cache_manager, KVCacheManager)
+        _require_part("scheduler", scheduler, Scheduler)
         if scheduler is not None and batching != "continuous":
             raise ValueError("scheduler decides the batching: don't pass both")
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
@@ -127,21 +132,22 @@ class LLM:
                 block_size, gpu_memory_utilization, max_num_seqs, max_model_len
             )
             self.max_model_len = self._fitting_len(max_model_len, num_blocks * block_size)
+            self._require_memory(num_blocks, block_size)
             manager = _call(
                 kv_cache_manager or ContiguousKVCacheManager,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 max_model_len=self.max_model_len,
             )
+            _require_part("what kv_cache_manager made", manager, KVCacheManager, made=True)
         else:
             manager = kv_cache_manager
+            self._require_memory(manager.num_blocks, manager.block_size)
             if manager.tables:
                 raise ValueError("kv_cache_manager already holds block tables of other requests")
             limit = getattr(manager, "max_model_len", None) or self.spec.max_model_len
             limit = min(limit, manager.num_blocks * manager.block_size)
             self.max_model_len = self._fitting_len(max_model_len, limit)
-        if not isinstance(manager, KVCacheManager):
-            raise TypeError(f"kv_cache_manager gave {manager!r}, which is no KVCacheManager")
         if _is_factory(scheduler):
             scheduler = _call(
                 scheduler or BATCHING[batching],
@@ -149,12 +155,21 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens or 512,
             )
+        _require_part("what scheduler made", scheduler, Scheduler, made=True)
         pack_linears(self.model, num_rows=scheduler.max_num_seqs)
         self.runner = ModelRunner(self.model, self.spec, manager)
-        self.core = EngineCore(scheduler, self.runner, WallClock(), report_every=report_every)
+        self.core = EngineCore(
+            scheduler,
+            self.runner,
+            WallClock(),
+            report_every=report_every,
+            check_every_step=check_every_step,
+        )
         self._jobs = {}  # request_id -> Job, until it has ended
         self._samples = {}  # request_id of each of its samples -> (Job, Sample)
         self._held = {}  # request_id -> newest output, made while another caller was stepping
+        self._in_step = False  # still true at the next step: this one was cut short
+        self._thread = None  # whose requests are unfinished
         self._ids, self._num_added = itertools.count(), 0
         self._eos_token_ids = eos_token_ids(self.model, self.tokenizer)
 
@@ -192,6 +207,20 @@ class LLM:
         most = max_num_seqs * -(-(max_model_len or self.spec.max_model_len) // block_size)
         return min(num_bytes // block_bytes, most)
 
+    def _require_memory(self, num_blocks, block_size):
+        """Asked before anything is made: the operating system promises memory that is not there."""
+        device = next(self.model.parameters()).device
+        if device.type == "cuda":
+            num_bytes = torch.cuda.mem_get_info(device)[1]
+        else:
+            num_bytes = psutil.virtual_memory().total
+        wanted = (num_blocks + 1) * block_size * self.spec.kv_bytes_per_token
+        if wanted > num_bytes:
+            raise OutOfKVMemory(
+                f"a pool of {num_blocks:,} blocks of {block_size:,} tokens takes {wanted:,} bytes, "
+                f"but {device} has {num_bytes:,}"
+            )
+
     def _fitting_len(self, max_model_len, num_slots):
         if max_model_len is None:
             return min(self.spec.max_model_len, num_slots)
@@ -214,7 +243,7 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """One iteration. Returns a snapshot of every request that got a token or ended in it."""
         held, self._held = self._held, {}
-        new = self._step() if self.scheduler.has_unfinished_requests else {}
+        new = self._step() if self._jobs else {}
         return list((held | new).values())
 
     def abort(self, request_id) -> bool:
@@ -265,7 +294,7 @@ class LLM:
                 rate = num_tokens / max(1e-9, bar.format_dict["elapsed"])
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update(output.finished)
-        return [newest[job.request_id] for job in jobs]
+        return [job.snapshot(self.metrics) for job in jobs]
 
     def stream(self, prompt, sampling_params=None):
         """Yields the answer's text as it comes, whole characters only. Leaving the loop early
@@ -291,10 +320,10 @@ class LLM:
     def _drive(self, jobs):
         """Adds these requests and steps until they end, yielding their outputs. What other
         requests get meanwhile is held for the next step()."""
-        own = {job.request_id for job in jobs}
+        own = set()
         try:
             for job in jobs:
-                self._add(job)
+                own.add(self._add(job))
             while any(request_id in self._jobs for request_id in own):
                 for request_id, output in self._step().items():
                     if request_id in own:
@@ -378,6 +407,7 @@ class LLM:
         return sample_id in self._samples or sample_id in self._held
 
     def _add(self, job):
+        self._require_own_thread()
         requests = [sample.request for sample in job.samples]
         seed = job.params.seed
         if seed is None:
@@ -397,14 +427,22 @@ class LLM:
             del self._samples[sample.request.request_id]
 
     def _step(self) -> dict[str, RequestOutput]:
-        scheduled, finished = self.core.step()
+        self._require_own_thread()
+        touched = []
+        if self._in_step:  # the last one was cut short, by an error or an interrupt
+            self._end_what_is_lost()
+            touched += self._samples
+        self._in_step = True
+        if self.scheduler.has_unfinished_requests:
+            scheduled, finished = self.core.step()
+            touched += [entry.request.request_id for entry in scheduled]
+            touched += [request.request_id for request in finished]
         outputs = {}
-        for request in [entry.request for entry in scheduled] + finished:
-            job, sample = self._samples.get(request.request_id, (None, None))
-            if job is None:  # it ended, and this step already told so
+        for request_id in touched:
+            job, sample = self._samples.get(request_id, (None, None))
+            if job is None:  # it was aborted
                 continue
-            request = sample.request  # scheduled may have been its row in a static batch
-            got_token = sample.read_new_tokens()
+            request, got_token = sample.request, sample.read_new_tokens()
             if sample.stopped and request.finish_reason is None:
                 self.scheduler.finish(request, "stop", self.core.clock.now())
             if got_token or request.finish_reason:
@@ -413,7 +451,33 @@ class LLM:
             outputs[request_id] = output = job.snapshot(self.metrics)
             if output.finished:
                 self._forget(job)
+        self._in_step = False
         return outputs
+
+    def _end_what_is_lost(self):
+        """After a step that was cut short: what had come to its end is ended, and so is what is
+        left in no queue, as it would never get another token."""
+        queued = [*self.scheduler.running, *self.scheduler.waiting]
+        queued += [child for request in queued for child in request.children]
+        known = {request.request_id for request in queued}
+        for request_id, (_, sample) in list(self._samples.items()):
+            request = sample.request
+            if request.finish_reason is None and request.came_to_its_end:
+                self.scheduler.finish(request, request.came_to_its_end, self.core.clock.now())
+            elif request.finish_reason is None and request_id not in known:
+                request.finish_reason, request.finish_time = "error", self.core.clock.now()
+                request.error = "the engine was interrupted while this request was on its way"
+
+    def _require_own_thread(self):
+        """Two threads would take each other's outputs, so a second one is refused while requests
+        of the first are unfinished."""
+        if not self._jobs:
+            self._thread = threading.get_ident()
+        elif self._thread != threading.get_ident():
+            raise RuntimeError(
+                "this LLM serves requests of another thread: use it from one thread at a time, or "
+                "give each its own LLM (they can share one loaded model)"
+            )
 
 
 def _is_factory(part):
@@ -422,6 +486,19 @@ def _is_factory(part):
         or isinstance(part, type)
         or (callable(part) and not isinstance(part, KVCacheManager | Scheduler))
     )
+
+
+def _require_part(name, part, kind, made=False):
+    """Says in words what a learner's own class, or what it made, lacks."""
+    if not made and _is_factory(part):
+        if isinstance(part, type) and not issubclass(part, kind):
+            raise TypeError(f"{name} is the class {part.__name__}, which is no {kind.__name__}")
+        return
+    if not isinstance(part, kind):
+        raise TypeError(f"{name} is {part!r}, which is no {kind.__name__}")
+    needed = {"tables", "num_blocks"} if kind is KVCacheManager else {"running", "manager"}
+    if not needed <= vars(part).keys():
+        raise TypeError(f"{type(part).__name__}.__init__ must call super().__init__(...) first")
 
 
 def _refuse_both(name, part, others):

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Real
 
+MAX_SAMPLES = 1024
+
 
 def require_int(name, value, *, at_least, at_most=None):
     """Returns value as a Python int, or raises TypeError/ValueError naming it and its limits."""
@@ -19,7 +21,8 @@ def require_int(name, value, *, at_least, at_most=None):
     return int(value)
 
 
-def _require_number(name, value, *, above=None, at_least=None, at_most=None):
+def require_number(name, value, *, above=None, at_least=None, at_most=None):
+    """Returns value as a finite float, or raises TypeError/ValueError naming it and its limits."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
     try:
@@ -71,10 +74,10 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
         put("max_tokens", require_int("max_tokens", self.max_tokens, at_least=1))
-        put("temperature", _require_number("temperature", self.temperature, at_least=0))
+        put("temperature", require_number("temperature", self.temperature, at_least=0))
         put("top_k", max(0, require_int("top_k", self.top_k, at_least=-1)))
-        put("top_p", _require_number("top_p", self.top_p, above=0, at_most=1))
-        put("n", require_int("n", self.n, at_least=1))
+        put("top_p", require_number("top_p", self.top_p, above=0, at_most=1))
+        put("n", require_int("n", self.n, at_least=1, at_most=MAX_SAMPLES))
         if self.seed is not None:
             put("seed", require_int("seed", self.seed, at_least=0, at_most=2**64 - 1))
         for name in ("stop", "stop_token_ids"):
@@ -195,6 +198,15 @@ class Request:
     def max_live_tokens(self) -> int:
         """As many as these can become."""
         return self.max_kv_tokens
+
+    @property
+    def came_to_its_end(self) -> str | None:
+        """The finish_reason that its newest token gives: `stop`, `length` or None."""
+        if self.num_output_tokens < 1:
+            return None
+        if self.token_ids is not None and self.token_ids[-1] in self.stop_token_ids:
+            return "stop"
+        return "length" if self.num_output_tokens >= self.max_tokens else None
 
     def append(self, token_id):
         if self.token_ids is not None:

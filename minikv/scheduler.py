@@ -7,6 +7,7 @@ chunks, over several steps.
 """
 
 from collections import deque
+from itertools import islice
 from typing import NamedTuple
 
 from minikv.kv_cache.base import OutOfKVMemory
@@ -159,7 +160,11 @@ class Scheduler:
                 request.error = NOT_FINITE
                 finished.append((request, "error"))
                 continue
-            cache_blocks(request)
+            try:
+                cache_blocks(request)
+            except BaseException:  # the step counts only as a whole: it is computed once more
+                request.num_computed_tokens -= num_new_tokens
+                raise
             if request.num_computed_tokens < request.num_tokens:
                 continue
             if request.children:
@@ -167,10 +172,19 @@ class Scheduler:
             reason = _emit(request, token, now, step)
             if reason:
                 finished.append((request, reason))
-        out = []
+        return self._finish_all(finished, now)
+
+    def _finish_all(self, finished, now):
+        """One that cannot be freed (a manager's fault) must not keep the others running."""
+        ended, errors = [], []
         for request, reason in finished:
-            out += self.finish(request, reason, now)
-        return out
+            try:
+                ended += self.finish(request, reason, now)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return ended
 
     def _fan_out(self, parent):
         """Samples 2 to n start once the prompt is computed. Each shares all of it but the last
@@ -302,14 +316,17 @@ class StaticScheduler(Scheduler):
         return [ScheduledRequest(each, num_new_tokens) for each in self.rows], []
 
     def _form_batch(self):
-        """The first in line, as many as there is room for."""
+        """The first in line, as many as there is room for: each needs what the longest needs."""
         most = min(self.max_num_seqs, self.max_num_batched_tokens, len(self.waiting))
+        most_rows_of = {}  # slots per row -> rows of that length that were found to fit
         for size in range(most, 0, -1):
-            batch = [self.waiting[i] for i in range(size)]
+            batch = list(islice(self.waiting, size))
             longest = max(request.num_prompt_tokens for request in batch)
             num_slots = longest + max(request.max_tokens for request in batch) - 1
             if num_slots > self.manager.max_slots_per_request:
                 continue  # one's long prompt and another's long answer: too long together
+            if size > most_rows_of.get(num_slots, size):
+                continue
             rows = [PaddedRow(r, longest - r.num_prompt_tokens, num_slots) for r in batch]
             held = []
             for row in rows:
@@ -322,6 +339,7 @@ class StaticScheduler(Scheduler):
                 return
             for row in held:
                 self.manager.free(row)
+            most_rows_of[num_slots] = len(held)
 
     def update(self, scheduled, tokens, now, step):
         ended = []

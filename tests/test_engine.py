@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -960,3 +961,125 @@ def test_a_progress_bar_is_shown_unless_unwanted(llm, capsys):
     assert "requests: 100%" in capsys.readouterr().err
     generate(llm, ["a", "b"], SamplingParams(max_tokens=2))
     assert capsys.readouterr().err == ""
+
+
+# -- what a step that is cut short leaves behind ----------------------------------------------
+
+
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+@pytest.mark.parametrize("method", ["free", "cache_blocks"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_is_cut_short_once_loses_nothing(tiny, batching, method, error):
+    """Whenever the manager raises, the requests end as they would have, and are told of."""
+    options = {"batching": batching, "max_model_len": 64, "max_num_seqs": 3}
+    prompts, params = ["ab", "cde", "f"], SamplingParams(max_tokens=5, ignore_eos=True)
+    expected = [o.outputs[0].token_ids for o in generate(new_llm(tiny, **options), prompts, params)]
+    for fails_at in range(1, 6):
+        llm = new_llm(tiny, **options)
+        calls, original = itertools.count(1), getattr(llm.manager, method)
+
+        def failing(request, calls=calls, original=original, fails_at=fails_at):
+            if next(calls) == fails_at:
+                raise error("once")
+            return original(request)
+
+        setattr(llm.manager, method, failing)
+        ids, ended = [llm.add_request(prompt, params) for prompt in prompts], {}
+        for _ in range(40):
+            try:
+                ended |= {o.request_id: o for o in llm.step() if o.finished}
+            except error:
+                continue
+        assert not llm.has_unfinished_requests(), (fails_at, ended.keys())
+        assert set(ended) == set(ids)
+        for request_id, token_ids in zip(ids, expected, strict=True):
+            output = ended[request_id].outputs[0]
+            if output.finish_reason != "error":  # an interrupt between two queues loses a request
+                assert output.token_ids == token_ids, fails_at
+
+
+def test_static_batching_ends_at_a_stop_string(tiny):
+    llm = new_llm(tiny, batching="static", max_model_len=64)
+    [whole] = generate(llm, ["abc"], SamplingParams(max_tokens=20))
+    stop = next(c for c in whole.outputs[0].text if c.isprintable() and c != "\ufffd")
+    outputs = generate(llm, ["abc", "defg"], SamplingParams(max_tokens=20, stop=stop))
+    assert outputs[0].outputs[0].finish_reason == "stop"
+    assert outputs[0].outputs[0].text == whole.outputs[0].text.split(stop)[0]
+    assert_empty(llm)
+
+
+def test_a_second_thread_is_refused_while_requests_of_the_first_are_unfinished(tiny):
+    llm, refused = new_llm(tiny), []
+    llm.add_request("ab")
+
+    def other():
+        for call in (lambda: generate(llm, ["cd"]), llm.step, lambda: llm.add_request("cd")):
+            with pytest.raises(RuntimeError, match="another thread") as caught:
+                call()
+            refused.append(caught.value)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert len(refused) == 3
+    drain(llm)
+    thread = threading.Thread(target=generate, args=(llm, ["cd"]))  # idle: anybody may have it
+    thread.start()
+    thread.join()
+    assert_empty(llm)
+
+
+def test_a_stream_that_cannot_start_leaves_others_alone(tiny):
+    llm = new_llm(tiny)
+    stream = llm.stream("a", SamplingParams(max_tokens=3))
+    taken = llm.add_request("b", SamplingParams(max_tokens=3), request_id="0")
+    with pytest.raises(ValueError, match="'0' is taken"):
+        next(stream)
+    assert drain(llm).keys() == {taken}
+
+
+class Forgetful(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        self.size = num_blocks * block_size
+
+
+@pytest.mark.parametrize("options, error, message", [
+    ({"kv_cache_manager": 5}, TypeError, "kv_cache_manager is 5, which is no KVCacheManager"),
+    ({"kv_cache_manager": dict}, TypeError, "is the class dict, which is no KVCacheManager"),
+    ({"kv_cache_manager": Forgetful}, TypeError, r"must call super\(\).__init__"),
+    ({"scheduler": "static"}, TypeError, "scheduler is 'static', which is no Scheduler"),
+    ({"scheduler": lambda manager: None}, TypeError, "what scheduler made is None"),
+    ({"batching": []}, ValueError, r"batching is \[\]; known: continuous, static"),
+    ({"gpu_memory_utilization": "x"}, TypeError, "must be a number, not 'x'"),
+    ({"num_gpu_blocks_override": 10**12}, OutOfKVMemory, "1,000,000,000,000 blocks of 16 tokens"),
+    ({"block_size": 10**30}, OutOfKVMemory, "one block of 10+ tokens takes"),
+])  # fmt: skip
+def test_parts_and_sizes_that_cannot_be_are_refused_in_words(tiny, options, error, message):
+    with pytest.raises(error, match=message):
+        LLM(tiny, **options)
+
+
+@pytest.mark.parametrize("prompt, error, message", [
+    ("\ud800", ValueError, "not valid Unicode"),
+    ([{"role": "user", "content": None}], TypeError, "are strings, but got"),
+    ([{"role": 5, "content": "x"}], TypeError, "are strings, but got"),
+    (np.ones((2, 2), int), ValueError, r"one dimension, not shape \(2, 2\)"),
+])  # fmt: skip
+def test_prompts_that_are_almost_right_are_refused_in_words(llm, prompt, error, message):
+    with pytest.raises(error, match=message):
+        llm.add_request(prompt)
+    assert_empty(llm)
+
+
+def test_checking_every_step_finds_a_block_that_is_held_twice(tiny):
+    class Twice(MinimalManager):
+        def allocate_slots(self, request, num_new_tokens):
+            table = super().allocate_slots(request, num_new_tokens)
+            first = next(iter(self.tables.values()))[0]
+            return self.set_table(request, [first, *table[1:]])
+
+    silent = LLM(tiny, kv_cache_manager=Twice(16, 4))
+    generate(silent, ["abcd", "efgh"], SamplingParams(max_tokens=3))
+    llm = LLM(tiny, kv_cache_manager=Twice(16, 4), check_every_step=True)
+    with pytest.raises(InvariantBroken, match="held twice"):
+        generate(llm, ["abcd", "efgh"], SamplingParams(max_tokens=3))

@@ -26,7 +26,7 @@ NAN, INF = math.nan, math.inf
             for value in (0, -1, 1.01, NAN, INF)
         ],
         *[("top_p", value, TypeError, "a number") for value in (True, "1", None)],
-        *[("n", value, ValueError, "at least 1") for value in (0, -3)],
+        *[("n", value, ValueError, "from 1 to 1024") for value in (0, -3, 1025)],
         *[("n", value, TypeError, "whole number") for value in (2.0, NAN, True, "2", None)],
         *[("seed", value, ValueError, f"from 0 to {2**64 - 1}") for value in (-1, 2**64)],
         *[("seed", value, TypeError, "whole number") for value in (0.5, NAN, True, "7")],

@@ -365,7 +365,7 @@ def static_llm(model, **options):
     {"num_gpu_blocks_override": 26},
     {"kv_cache_manager": lambda num_blocks, block_size: MinimalManager(120, 4),
      "max_num_batched_tokens": 50},
-], ids=str)  # fmt: skip
+], ids=lambda options: "-".join(options) or "defaults")  # fmt: skip
 def test_tokens_equal_the_dense_cache(tiny, answers, options):
     llm, comparison = static_llm(tiny, **options), Comparison()
     params = [SamplingParams(max_tokens=len(a.output), ignore_eos=True) for a in answers]

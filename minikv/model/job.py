@@ -1,5 +1,6 @@
 """The text side of a request: a prompt becomes tokens, its samples' tokens become text."""
 
+import jinja2
 import numpy as np
 
 from minikv.model.detokenizer import IncrementalDetokenizer
@@ -16,9 +17,11 @@ def tokenize(prompt, tokenizer, model_name) -> tuple[str | None, list[int]]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("this model has no tokenizer: give token ids instead of text")
-        return prompt, tokenizer(prompt)["input_ids"]
+        return prompt, _encode(prompt, tokenizer)
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
         return _apply_chat_template(list(prompt), tokenizer, model_name)
+    if isinstance(prompt, np.ndarray) and prompt.ndim != 1:
+        raise ValueError(f"a prompt of token ids has one dimension, not shape {prompt.shape}")
     if isinstance(prompt, list | tuple | np.ndarray):
         return None, [require_int("a token id", token, at_least=0) for token in prompt]
     raise TypeError(
@@ -31,11 +34,24 @@ def _apply_chat_template(messages, tokenizer, model_name):
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise ValueError(f"a chat message needs 'role' and 'content', but got {message!r}")
+        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+            raise TypeError(f"role and content of a chat message are strings, but got {message!r}")
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError(f"{model_name} has no chat template: give text or token ids")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{model_name}'s chat template refuses these messages: {error}") from error
     # The template has written the special tokens already.
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text, _encode(text, tokenizer, add_special_tokens=False)
+
+
+def _encode(text, tokenizer, **options):
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a character, say from bytes read as another text
+        raise ValueError(f"the prompt is not valid Unicode: {error}") from error
+    return tokenizer(text, **options)["input_ids"]
 
 
 def is_one_prompt(prompts) -> bool:

@@ -6,6 +6,8 @@ in them (a table that is too short, or names a block outside the pool, is an err
 answer).
 """
 
+import operator
+
 import torch
 
 from minikv.kv_cache.base import InvariantBroken
@@ -80,7 +82,13 @@ class ModelRunner:
         """The block ids that hold positions 0 to end - 1, checked."""
         table = self.manager.tables.get(request.request_id, ())
         num_blocks = -(-end // self.block_size)
-        block_ids = list(table[:num_blocks])
+        try:
+            block_ids = list(map(operator.index, table[:num_blocks]))
+        except TypeError as error:
+            raise InvariantBroken(
+                f"the block table of request {request.request_id!r} is {table!r}, but a table "
+                "lists whole numbers"
+            ) from error
         if len(block_ids) < num_blocks:
             raise InvariantBroken(
                 f"request {request.request_id!r} computes position {end - 1}, but its block table "
