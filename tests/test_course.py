@@ -61,3 +61,23 @@ def test_exercises_as_shipped_fail_exactly_at_their_checks(path):
 @pytest.mark.parametrize("name", chapter_names(ROOT))
 def test_checks_catch_wrong_answers_and_pass_right_ones(name):
     assert "\n".join(audit.audit_chapter(ROOT, name)[1]) == ""
+
+
+def chapters_table(path):
+    """{number: (topic, whether it is coming, minutes, needs)} of a file's table of chapters."""
+    rows = {}
+    for line in re.sub(r"<!--.*?-->|[*]", "", path.read_text(encoding="utf-8")).splitlines():
+        cells = [cell.strip() for cell in line.lstrip("# ").split("|")[1:-1]]
+        if cells and re.fullmatch(r"\d\d", cells[0]):
+            topic, minutes, needs = cells[1], int(cells[-2]), cells[-1]
+            coming = "(coming)" in topic
+            topic = re.sub(r"\[(.*)\]\(.*\)|\((coming|you are here)\)", r"\1", topic).strip()
+            rows[cells[0]] = (topic, coming, minutes, needs)
+    return rows
+
+
+def test_the_readmes_chapters_are_those_of_chapter_00s_map():
+    rows = chapters_table(ROOT / "README.md")
+    assert rows == chapters_table(ROOT / "notebooks/src/00_welcome.py") and len(rows) == 11
+    sources = {path.stem.split("_")[0] for path in (ROOT / "notebooks/src").glob("*.py")}
+    assert {number for number, row in rows.items() if not row[1]} == sources

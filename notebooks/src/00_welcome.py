@@ -28,9 +28,9 @@ for device in machine["devices"]:
 print("the model is", "here" if machine["model_fetched"] else "not here yet: fetched below, once")
 
 # %% [markdown]
-# The first device in the list is the one that the engine takes. Two number formats appear in this course. bfloat16 takes half the memory and, where the processor multiplies it natively, much less time. float32 is exact enough that an answer does not depend on what else is computed beside it.
+# The first device in the list is the one that the engine takes. Two number formats appear in this course. bfloat16 takes half the memory and, where the processor multiplies it natively, much less time. float32 rounds far less, so that what is computed beside an answer hardly ever changes it.
 #
-# If something is missing or looks wrong, run `python -m minikv doctor` in a terminal. It says, line by line, what is right here and what to do where it isn't.
+# If something is missing or looks wrong, run `python -m minikv doctor` in a terminal. It says, line by line, what is right here and what to do where it isn't. (In this course `python` stands for whatever starts Python on your machine: `python3` on Linux and macOS, `py` on Windows.)
 
 # %% [markdown]
 # ## A first answer
@@ -76,10 +76,14 @@ print(f"one slot: {llm.spec.kv_bytes_per_token:,} bytes")
 print(f"the pool: {num_slots:,} slots in blocks of {llm.manager.block_size}")
 
 # %% [markdown]
-# **Predict.** The prompt has 39 tokens, and its answer 22. How many slots does the engine hold for this one request while it runs? Put your guess into the next cell. (The cell after it asks for exactly 22 tokens, end token or not, and stops to look after 21 steps.)
+# **Predict.** The prompt has 39 tokens, and its answer 22. How many slots does the engine hold for this one request while it runs? Put your number in place of `None`.
 
 # %% guess
-guess = 64  # slots: change it
+guess = None  # slots
+print("Your guess?" if guess is None else f"Your guess: {guess:,} slots.")
+
+# %% [markdown]
+# The next cell queues the question, takes 21 steps of the 22 and then looks into the pool. The first step computes the prompt, each later one a single token, the one sampled before.
 
 # %% first-waste tags=["nbval-check-output"]
 llm.add_request(question, SamplingParams(max_tokens=22, ignore_eos=True), request_id="plants")
@@ -93,11 +97,12 @@ print(f"held: {held:,} slots, {held / report.live:.0f} times as many")
 
 # %% after-guess
 llm.abort("plants")
-print(f"your guess: {guess:,}, measured: {held:,}")
+print(f"your guess: {'none' if guess is None else f'{guess:,}'}, measured: {held:,}")
+print(f"live: {len(output.prompt_token_ids)} of the prompt + {num_steps - 1} of the answer = {report.live}")
 print(f"held after the request was stopped: {num_slots - llm.memory_report().free}")
 
 # %% [markdown]
-# The request holds 8,192 slots, though only 59 of them contain anything. Nobody knows how long an answer will be, and this engine's first cache takes no risk: it reserves a **slab**, consecutive slots for the longest sequence that the model allows. Serving systems did just that until about 2023. <!-- source: Kwon et al. 2023, section 3.1 -->
+# The request holds 8,192 slots, though only 59 of them contain anything: 39 tokens of the prompt and 20 of the answer. Nobody knows how long an answer will be, and this engine's first cache takes no risk: it reserves a **slab**, consecutive slots for the longest sequence that the model allows. Serving systems did just that until about 2023. <!-- source: Kwon et al. 2023, section 3.1 -->
 #
 # Memory that is held cannot serve anyone else. The chapters up to 04 take this waste apart and remove nearly all of it; the later ones share what is left.
 
@@ -217,21 +222,21 @@ print(f"live: {num_live}, free: {num_free}, held but empty: {num_empty}")
 # %% [markdown]
 # ## The map
 #
-# | | chapter | you build | you see | minutes |
-# |---|---|---|---|---|
-# | 00 | **welcome** (you are here) | nothing | a first answer, and its place in the pool | 15 <!-- source: the authors' estimates, exercises included --> |
-# | 01 | [one token at a time](01_one_token.ipynb) | a KV cache: growing, then preallocated | prefill and decode; why decoding is bound by memory | 75 |
-# | 02 | [many requests](02_many_requests.ipynb) | slabs, padded batches, iteration-level batching | reserved and internal waste | 75 |
-# | 03 | fragmentation *(coming)* | first fit and its relatives, compaction | 40% free, and no room | 75 |
-# | 04 | paged blocks *(coming)* | a block pool, block tables, slot mapping | chapter 03's trace again, the paradox gone | 75 |
-# | 05 | paged attention *(coming)* | attention through block tables | the same logits, and what indirection costs | 90 |
-# | 06 | scheduling under pressure *(coming)* | admission, preemption, chunked prefill | who waits, and how long | 90 |
-# | 07 | prefix sharing *(coming)* | reference counts, copy-on-write, hashes, eviction | time and memory saved, and isolation | 90 |
-# | 08 | the whole engine *(coming)* | nothing new: measurements | minikv beside other engines and the hardware's limit | 60 |
-# | 09 | on call *(coming)* | diagnoses of six incidents | symptoms, and what each remedy does alone | 75 |
-# | 10 | the papers, and beyond one machine *(coming)* | predictions | published figures, reproduced | 60 |
+# | | chapter | you build | you see | minutes | needs |
+# |---|---|---|---|---|---|
+# | 00 | **welcome** (you are here) | nothing | a first answer, and its place in the pool | 15 <!-- source: the authors' estimates, exercises included --> | – |
+# | 01 | [one token at a time](01_one_token.ipynb) | a KV cache: growing, then preallocated | prefill and decode; why decoding is bound by memory | 75 | 00 |
+# | 02 | [many requests](02_many_requests.ipynb) | slabs, padded batches, iteration-level batching | reserved and internal waste | 75 | 01 |
+# | 03 | fragmentation *(coming)* | first fit and its relatives, compaction | 40% free, and no room | 75 | 02 |
+# | 04 | paged blocks *(coming)* | a block pool, block tables, slot mapping | chapter 03's trace again, the paradox gone | 75 | 02; 03 for the reason |
+# | 05 | paged attention *(coming)* | attention through block tables | the same logits, and what indirection costs | 90 | 01, 04 |
+# | 06 | scheduling under pressure *(coming)* | admission, preemption, chunked prefill | who waits, and how long | 90 | 04 |
+# | 07 | prefix sharing *(coming)* | reference counts, copy-on-write, hashes, eviction | time and memory saved, and isolation | 90 | 04 |
+# | 08 | the whole engine *(coming)* | nothing new: measurements | minikv beside other engines and the hardware's limit | 60 | 05–07 |
+# | 09 | on call *(coming)* | diagnoses of six incidents | symptoms, and what each remedy does alone | 75 | 06, 07 |
+# | 10 | the papers, and beyond one machine *(coming)* | predictions | published figures, reproduced | 60 | 06, 07 |
 #
-# Each chapter stands on those before it. If you know Python and have used PyTorch a little, you have what you need.
+# The last column names the chapters that one needs. If you know Python and have used PyTorch a little, you have what else is needed.
 
 # %% [markdown]
 # ## How exercises work
@@ -247,31 +252,33 @@ print(f"live: {num_live}, free: {num_free}, held but empty: {num_empty}")
 #
 # Work in the copy in `work/`: updates of the course never touch it. Answer where a cell says `raise NotImplementedError`, and run the check cell below it. A check that fails names the mistake and shows the smallest case that it fails on. Each exercise states its time and difficulty, and has three hints, folded: a nudge, the idea, an outline. Open them one at a time.
 #
-# Your answers are used for real: your own classes run inside the engine, under a real model.
+# From chapter 02 on your answers are used for real: classes of your own run inside the engine, under a real model.
 
 # %% [markdown]
 # ## How to use this course
 #
 # - Run the cells in order, from top to bottom. Where something looks odd, *Kernel, Restart and Run All* sets it right.
 # - Change things. The notebooks are yours, and git brings back what you break.
-# - Notebooks import the engine; they never define it. `show` prints any part of it as it stands in the package, so that text and code cannot drift apart:
+# - Notebooks import the engine; they never define it. `show` prints any part of it as it stands in the package, so that text and code cannot drift apart. Here is where the striped slots of our drawings ended, and the dotted ones began:
 
-# %% show-step
-from minikv import show
+# %% show-max-kv-tokens
+from minikv import Request, show
 
-show(LLM.step)
+show(Request.max_kv_tokens)
 
 # %% [markdown]
 # ## What `minikv` is made of
 #
-# The engine stands in floors, and each imports only the floors below it. This is what exists so far, lowest floor first, with the lines of code in each part. By the end of the course you will have taken every one of them apart.
+# The engine stands in floors, and each imports only the floors below it. These parts answered your questions, lowest floor first, with their lines of code:
 
 # %% house tags=["nbval-ignore-output"]
 from minikv.viz import lines_of_minikv
 
-for part in lines_of_minikv():
-    print(f"{part.num_lines:5}  {part.name:14} {part.about}")
-print(f"{sum(part.num_lines for part in lines_of_minikv()):5}  in all")
+for part in lines_of_minikv(("request", "kv_cache", "scheduler", "core", "model", "engine")):
+    print(f"{part.num_lines:5}  {part.name}")
+
+# %% [markdown]
+# `request.py` is a request and its counters, `kv_cache/` hands out slots, `scheduler.py` says who gets how many, `core.py` is the loop around them, `model/` computes, and `engine.py` turns text into tokens and back. By the end of the course you will have taken every one of them apart.
 
 # %% [markdown]
 # Next: chapter 01, where you write the loop that makes one token after the other, and find out why it needs a cache.

@@ -4,8 +4,9 @@
 # Six exercises, about 45 minutes. They can be done in any order.
 #
 # **How it goes.** Each exercise has a cell to fill in and, below it, a check. Replace the `raise`
-# line by your code, run the cell, run the check. A check that passes prints numbers. One that
-# fails says which case is wrong, the smallest it found, and what the mistake looks like to it.
+# line by your code, run the cell, run the check. The last line of a check that passes says *passed*.
+# One that fails says which case is wrong, the smallest it found, and what the mistake looks like to
+# it. Your functions may print; nobody minds.
 # `python -m minikv check 01` in a terminal checks the whole notebook.
 #
 # Run the cells above exercise 1.1 first, in one go. From then on each exercise stands by itself.
@@ -120,6 +121,8 @@ def slips_1_1(config, num_tokens, bits):
         "One layer was counted; every layer keeps K and V.": 1 / config["num_hidden_layers"],
         "One token was counted, whatever num_tokens says.": 1 / num_tokens,
         "One kv head was counted; every kv head has its K and V.": 1 / kv,
+        "Where num_key_value_heads is absent one kv head was taken; then every query head has its "
+        "own.": 1 / kv if "num_key_value_heads" not in config else 1,
         "One token is missing: all num_tokens are in the cache here.": 1 - 1 / num_tokens,
     }  # fmt: skip
     units = {"KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
@@ -135,7 +138,7 @@ class Session:
 
     def __init__(self, limit=1000):
         self.cache, self.limit = DynamicCache(config=model.config), limit
-        self.token_ids, self.positions = [], []  # of all calls, in order
+        self.token_ids, self.positions, self.calls = [], [], 0  # of all calls, in order
         self.first_rows = {}  # number of tokens run -> best token of the call's first row
 
     def __call__(self, token_ids, positions):
@@ -149,6 +152,7 @@ class Session:
         )
         assert len(tokens) == len(at), f"{len(tokens)} tokens were run at {len(at)} positions."
         assert 0 <= min(tokens) <= max(tokens) < spec.vocab_size, NO_SUCH.format(max(tokens))
+        self.calls += 1
         self.token_ids += tokens.tolist()
         self.positions += at.tolist()
         assert len(self.token_ids) < self.limit, (
@@ -157,6 +161,16 @@ class Session:
         logits = model(tokens[None], None, at[None], self.cache).logits[0]
         self.first_rows[len(self.token_ids)] = int(logits[0].argmax())
         return logits
+
+# %% telling-prompt jupyter={"source_hidden": true}
+def telling_prompt(rng, P):
+    """A prompt whose first row, and whose rows all together, suggest another token than the last."""
+    while True:
+        prompt = [rng.randrange(256) for _ in range(P)]
+        logits = model(torch.tensor([prompt])).logits[0]
+        first, last = logits[0].argmax(), logits[-1].argmax()
+        if P == 1 or (first != last and logits.argmax() >= spec.vocab_size):
+            return prompt
 
 # %% judge-1-2 jupyter={"source_hidden": true}
 def judge_loop(prompt, wanted, got, session):
@@ -197,6 +211,8 @@ def judge_loop(prompt, wanted, got, session):
     assert max(got) < spec.vocab_size, f"{NO_SUCH.format(max(got))}\n{said}"
     assert got[0] != session.first_rows.get(P) or got == wanted, f"{ROW_0}\n{said}"
     assert got == wanted, f"The right tokens were run, but others were returned.\n{said}"
+    said = "Each output token needs a call of its own, whose logits choose it. Calls of the session:"
+    assert session.calls >= n, f"{said} {session.calls}. Did a loop without a cache choose?\n{case}"
 
 # %% count-1-2 jupyter={"source_hidden": true}
 def count_reads(P, n):
@@ -222,11 +238,14 @@ def slips_1_2(P, n, reads):
         "The prompt's K and V are read as well, in every step.": total - len(reads) * P,
         "A step too many: the first output token comes out of the prefill.": total + P + n,
         "A new token reads its own K and V, too: they are written first.": total - len(reads),
-        "The prefill is not counted here.": total + P,
+        "That is the prompt's length too much: the prefill was counted, or a step that reads the "
+        "prompt alone. The first decode step reads its own token as well.": total + P,
         "The prefill (each token up to itself) is not counted here.": total + P * (P + 1) // 2,
         "That is what the last step reads; all steps together are asked for.": ends,
         "K and V of one token are one token, not two.": 2 * total,
         "Tokens read are asked for, not tokens run.": P + n - 1,
+        "One layer is asked for; all layers of this model were counted.": spec.num_layers * total,
+        "One layer is asked for; all layers of SmolLM2 were counted.": 30 * total,
     }
 
 # %% judge-1-3 jupyter={"source_hidden": true}
@@ -264,19 +283,27 @@ def require_chunk(result, c, new):
     assert len(positions) == new, (
         f"One position per new token, please.\n{asked} You returned {positions}."
     )
+    whole = all(isinstance(p, int) and not isinstance(p, bool) for p in positions)
+    assert whole, f"Positions are whole numbers, of an integer type.\n{asked} Yours: {positions}."
     return positions, mask
 
 # %% judge-1-3-b jupyter={"source_hidden": true}
 def picture(c, mask, wanted):
-    """The two masks side by side; # may be seen, . may not."""
+    """The two masks side by side; # may be seen, . may not. Of a large one the first wrong row."""
     new, total = mask.shape
+    if total > 16:
+        i = int((mask != wanted).any(1).nonzero()[0])
+        wrong = (mask[i] != wanted[i]).nonzero().flatten().tolist()
+        which = f"key {wrong[0]}" if len(wrong) == 1 else f"{len(wrong)} keys, {wrong[0]} to {wrong[-1]}"
+        sees, should = ("does not see", "should") if wanted[i, wrong[0]] else ("sees", "should not")
+        return f"The token at position {c + i} {sees} {which}, and {should}."
     lines = [f"{'':12}{'yours':{2 * total + 3}}should be"]
     for i in range(new):
         yours, right = (" ".join(".#"[int(x)] for x in m[i]) for m in (mask, wanted))
         lines.append(f"position {c + i:<3}{yours}    {right}")
     return "\n".join(lines)
 
-
+# %% judge-1-3-masks jupyter={"source_hidden": true}
 def wrong_masks(c, new, square):
     """The usual wrong masks, as changes of the right one; square: who sees whom, without a cache."""
     right, total = square[c:], c + new
@@ -345,10 +372,10 @@ def rows_kept(token_ids, c, mask):
 
 # %% judge-1-4 jupyter={"source_hidden": true}
 def rows_of(first, new, heads, dim):
-    """k and v of the tokens from `first` on; no two of their rows are alike."""
-    token, head = torch.arange(first, first + new)[:, None, None], torch.arange(heads)[:, None]
-    k = 100.0 * (token + 1) + 10 * head + torch.arange(dim) / dim
-    return k, -k
+    """k and v of the tokens from `first` on: noise, so that no two rows are alike."""
+    noise = torch.rand(2, 64, 4, 8, generator=torch.Generator().manual_seed(99))
+    k, v = noise[:, first : first + new, :heads, :dim].clone()
+    return k, v
 
 
 def read_slab(slab, empty):
@@ -428,8 +455,11 @@ def try_write(slab, empty, c, new):
         got = write_kv(slab, c, k, v)
     except NotImplementedError:  # not yet written
         raise
-    except OutOfKVMemory:
+    except OutOfKVMemory as error:
+        numbers = set(map(int, re.findall(r"\d+", str(error))))
         full = ": a slab may be exactly full" if c + new == slots else ""
+        if heads in numbers and slots not in numbers:
+            full = f": the slab's dimension 1 are its heads ({heads}), its dimension 2 the slots"
         raise AssertionError(f"Refused, though it fits{full}. {case}") from None
     except (RuntimeError, IndexError) as error:
         raise AssertionError(
@@ -453,7 +483,7 @@ def try_overflow(slab, c, new):
     try:
         write_kv(slab, c, *rows_of(c, new, heads, dim))
     except OutOfKVMemory as error:
-        numbers = set(map(int, re.findall(r"\d+", str(error))))
+        numbers = list(map(int, re.findall(r"\d+", str(error))))
     except NotImplementedError:
         raise
     except Exception as error:
@@ -462,9 +492,13 @@ def try_overflow(slab, c, new):
     else:
         raise AssertionError(f"What does not fit was taken without a word. {case}")
     assert torch.equal(slab, before), f"Refused too late: a part had been written. {case}"
-    assert {c + new, slots} <= numbers or {new, slots - c} <= numbers, (
-        f"The message must name the slots needed ({c + new}) and those there are ({slots})."
-    )
+    pairs = list(combinations(numbers, 2))  # in the order of the message
+    needed, there = f"the slots needed ({c + new})", f"those there are ({slots})"
+    if (c + new, slots) not in pairs and (new, slots - c) not in pairs:
+        said = f"The message must name {needed} and then {there}."
+        if (slots, c + new) in pairs:
+            said = f"The message names the two numbers in the wrong order: first {needed}, then {there}."
+        raise AssertionError(f"{said} {case}\nIt holds: {numbers}")
 
 # %% count-1-5 jupyter={"source_hidden": true}
 def counted_rows(peak_flops, bandwidth, bytes_per_value, in_features, out_features):
@@ -522,6 +556,30 @@ def slips_1_5_b(q, kv, dim, num_tokens, num_seqs, size):
         "The operations of one sequence were divided by the bytes of all.": 1 / num_seqs,
         "head_dim is in both counts, and drops out.": dim,
     }
+
+# %% helpers jupyter={"source_hidden": true}
+def kind(thing):
+    """What stays the same of a thing when the cell that makes it is run once more."""
+    return type(thing), getattr(thing, "__code__", None), getattr(thing, "__name__", None)
+
+
+NEEDED = """
+    math random re combinations torch linear FlopCounterMode DynamicCache LlamaConfig
+    LlamaForCausalLM OutOfKVMemory load GPUS model spec require_number together explain DTYPES
+    counted_kv_bytes slips_1_1 ROW_0 NO_SUCH Session telling_prompt judge_loop count_reads slips_1_2
+    who_sees_whom require_chunk picture wrong_masks wrong_positions judge_chunks rows_kept rows_of
+    read_slab placed draw judge_write try_write try_overflow counted_rows slips_1_5
+    counted_intensity slips_1_5_b
+"""
+HELPERS = {name: kind(globals()[name]) for name in NEEDED.split()}
+
+
+def require_helpers():
+    lost = [name for name, was in HELPERS.items() if kind(globals().get(name)) != was]
+    assert not lost, (
+        f"The checks need the name {', '.join(lost)}, and it was overwritten: give yours another. "
+        "Then run the cells above exercise 1.1 again."
+    )
 
 # %% [markdown]
 # ## Exercise 1.1: what a cache weighs
@@ -584,6 +642,7 @@ def kv_bytes(config, num_tokens, bits_per_value):
 # the tokens through it and counts the bytes of the tensors in transformers' own cache.
 
 # %% check-1-1
+require_helpers()
 rng, configs = random.Random(11), []
 for size in range(1, 9):
     kv, group, dim = rng.randint(1, size), rng.randint(2, 3), 2 * rng.randint(1, size)
@@ -592,6 +651,13 @@ for size in range(1, 9):
               "dtype": rng.choice(["float32", "bfloat16"])}  # fmt: skip
     config.pop({3: "head_dim", 5: "num_key_value_heads"}.get(size), None)
     configs.append((config, size + 1, rng.choice([8, 16, 32])))
+# Three models, from their config.json. head_dim is 128 in each, hidden_size / heads 128, 160, 64.
+llama = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+llama |= {"hidden_size": 4096, "num_hidden_layers": 32, "dtype": "bfloat16"}
+nemo = llama | {"hidden_size": 5120, "num_hidden_layers": 40}
+qwen = llama | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
+models = {"Llama 3.1 8B": llama, "Mistral Nemo": nemo, "Qwen3 0.6B": qwen}
+configs += [(config, tokens, 16) for tokens in (1, 32768) for config in models.values()]
 cases = []
 for config, num_tokens, bits in configs:
     absent = sorted({"head_dim", "num_key_value_heads"} - config.keys())
@@ -608,15 +674,9 @@ for config, num_tokens, bits in configs:
     slips = together(wanted, slips_1_1(config, num_tokens, bits))
     cases.append((asked, got, wanted, slips))
 explain(cases)
-
-# Three models, from their config.json. head_dim is 128 in each, hidden_size / heads 128, 160, 64.
-llama = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-llama |= {"hidden_size": 4096, "num_hidden_layers": 32, "dtype": "bfloat16"}
-nemo = llama | {"hidden_size": 5120, "num_hidden_layers": 40}
-qwen = llama | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
-for name, config in {"Llama 3.1 8B": llama, "Mistral Nemo": nemo, "Qwen3 0.6B": qwen}.items():
-    one, many = int(kv_bytes(config, 1, 16)), int(kv_bytes(config, 32768, 16))
-    print(f"{name:12}  {one:>9,} bytes per token, {many / 2**30:.1f} GiB for 32,768 tokens")
+for name, (_, one, *_), (_, many, *_) in zip(models, cases[-6:-3], cases[-3:], strict=True):
+    print(f"{name:12}  {one:>9,.0f} bytes per token, {many / 2**30:.1f} GiB for 32,768 tokens")
+print("Exercise 1.1: passed")
 
 # %% [markdown]
 # ## Exercise 1.2: the cached loop, and what it still costs
@@ -689,9 +749,10 @@ def generate(session, prompt, num_output_tokens):
     ### END SOLUTION
 
 # %% check-1-2
+require_helpers()
 rng = random.Random(12)
 for P, n in [(2, 1), (3, 2), (2, 4), (1, 3), (9, 5), (24, 12)]:
-    prompt = [rng.randrange(256) for _ in range(P)]
+    prompt = telling_prompt(rng, P)
     session, given = Session(limit=10 + (P + n) ** 2), list(prompt)
     got = generate(session, given, n)
     got = list(got) if hasattr(got, "__iter__") else got
@@ -703,6 +764,7 @@ for P, n in [(2, 1), (3, 2), (2, 4), (1, 3), (9, 5), (24, 12)]:
     judge_loop(prompt, generate_uncached(prompt, n), got, session)
     without = sum(range(P, P + n))
     print(f"{P:2} prompt, {n:2} output: {len(session.token_ids):2} tokens run, {without:3} without a cache; ends in {got[-1]}")
+print("Exercise 1.2, first part: passed")
 
 # %% [markdown]
 # **Second part: what does a decode step still read?** A query is compared with every K in the
@@ -742,14 +804,17 @@ def tokens_read(num_prompt_tokens, num_output_tokens):
 # The check counts for itself: it runs a loop and asks the cache for its length after each step.
 
 # %% check-1-2-b
+require_helpers()
 cases = []
-for P, n in [(3, 1), (1, 2), (3, 3), (5, 4), (2, 9), (11, 6), (40, 17)]:
+for P, n in [(3, 1), (1, 2), (3, 3), (5, 4), (2, 9), (11, 6), (40, 17), (60, 129)]:
     reads = count_reads(P, n)
     got, wanted = require_number(tokens_read(P, n), "tokens_read"), sum(reads)
-    asked = f"Prompt tokens: {P}; output tokens: {n}. The decode steps read {reads}."
+    few = ", ".join(map(str, reads)) if n < 10 else f"{reads[0]}, {reads[1]}, ... {reads[-1]}"
+    asked = f"Prompt tokens: {P}; output tokens: {n}. The decode steps read [{few}]."
     cases.append((asked, got, wanted, slips_1_2(P, n, reads)))
 explain(cases)
 print(*(f"{got:.0f}" for _, got, _, _ in cases))
+print("Exercise 1.2, second part: passed")
 
 # %% [markdown]
 # ## Exercise 1.3: where a chunk stands, and what it may see
@@ -812,17 +877,21 @@ def chunk_inputs(num_computed_tokens, num_new_tokens):
 # time. The rows whose logits move have seen it.
 
 # %% check-1-3
+require_helpers()
 rng = random.Random(13)
 shapes = [(1, 1), (1, 2), (0, 3), (2, 2), (4, 1), (3, 4)]
 shapes += [(rng.randint(1, 6), rng.randint(2, 5)) for _ in range(4)]
+large = [(8, 8), (40, 12), (5, 24)]
+shapes += [*large, (33, 1)]
 answers = [(c, new, *require_chunk(chunk_inputs(c, new), c, new)) for c, new in shapes]
 judge_chunks(answers)
-for c, new in [(8, 8), (40, 12), (5, 24)]:
+for c, new in large:
     token_ids = [rng.randrange(256) for _ in range(c + new)]
     _, mask = chunk_inputs(c, new)
     empty = torch.ones(new, c + new, dtype=torch.bool).tril()  # the commonest wrong one
     right, wrong = (rows_kept(token_ids, c, m) for m in (torch.as_tensor(mask), empty))
     print(f"{c:2} computed, {new:2} new: {right:2} rows as without a cache; with the wrong mask {wrong}")
+print("Exercise 1.3: passed")
 
 # %% fluent-nonsense tags=["solution", "nbval-ignore-output"]
 def continue_chunked(text, num_new, with_mask, num_output=18):
@@ -869,7 +938,8 @@ for name in ("right", "wrong"):
 # `[2, num_kv_heads, num_slots, head_dim]`, as the engine's own pool has it. Look at the order.
 #
 # What does not fit is refused *by name*, before anything is written: raise
-# `OutOfKVMemory(message)`, with a message that says how many slots are needed and how many there are.
+# `OutOfKVMemory(message)`, with a message that says how many slots are needed and how many there are,
+# in this order.
 #
 # <details><summary>Hint 1: a nudge</summary>
 # Which slots are free, and which of them is the first? Then: which dimension of <code>k</code> has
@@ -908,6 +978,7 @@ def write_kv(slab, num_computed_tokens, k, v):
     ### END SOLUTION
 
 # %% check-1-4
+require_helpers()
 rng = random.Random(14)
 runs = [(1, 2, [1, 1, 1]), (2, 2, [3, 1]), (2, 3, [2, 1, 1])]
 for size in range(3, 7):
@@ -924,6 +995,7 @@ for heads, dim, chunks in runs:
         computed = try_write(slab, empty, computed, new)
     try_overflow(slab, computed, 1)
     print(f"{heads} heads, chunks {chunks}: slots {computed}, sum of K {slab[0].double().sum():.1f}")
+print("Exercise 1.4: passed")
 
 # %% [markdown]
 # ## Exercise 1.5: when does computing take longer than reading?
@@ -983,22 +1055,27 @@ def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
 # The check lets PyTorch count the operations of real layers, and their weights' bytes.
 
 # %% check-1-5
+require_helpers()
 rng, cases = random.Random(15), []
-for size in [2, 2, 4, 1, 1, 4]:
-    peak, bandwidth = rng.randint(60, 2000) * 1e12, rng.randint(400, 8000) * 1e9
+machines = [(100e12, 1000e9, 2)]  # the two times are equal at a whole number of rows
+drawn = [(rng.randint(60, 2000) * 1e12, rng.randint(400, 8000) * 1e9, n) for n in (2, 4, 1, 1, 4)]
+machines += sorted(drawn, key=lambda machine: machine[0] / machine[1] * machine[2])
+gpus = [GPUS[name] for name in ("RTX 4090", "A100 40GB SXM", "A100 80GB SXM", "H100 SXM")]
+machines += [(gpu.bf16_flops, gpu.bandwidth, n) for gpu in gpus for n in (2, 1)]
+for peak, bandwidth, size in machines:
     got = require_number(rows_to_compute_bound(peak, bandwidth, size), "rows_to_compute_bound")
-    shape = rng.randint(8, 99), rng.randint(8, 99)
-    wanted = counted_rows(peak, bandwidth, size, *shape)
+    meet = counted_rows(peak, bandwidth, size, rng.randint(8, 99), rng.randint(8, 99))
     asked = f"{peak / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, {size} bytes per value:"
-    cases.append((asked, got, wanted, slips_1_5(wanted, peak, bandwidth, size)))
+    wanted = math.ceil(meet - 1e-9)
+    cases.append((asked, got, wanted, slips_1_5(meet, peak, bandwidth, size)))
 explain(cases, tolerance=1)
 for asked, got, wanted, _ in cases:
     assert got == round(got), f"Rows are whole: round up.\n{asked} you returned {got:.3f}"
     assert got >= wanted, f"One row short: with {got:.0f} rows reading still takes longer.\n{asked}"
-    assert got - 1 < wanted, f"One row too many: {got - 1:.0f} rows are enough.\n{asked}"
-for gpu in GPUS.values():  # as in the chapter: bf16, from the datasheets
-    rows, half = (float(rows_to_compute_bound(gpu.bf16_flops, gpu.bandwidth, n)) for n in (2, 1))
+    assert got <= wanted, f"One row too many: {wanted} rows are enough.\n{asked}"
+for gpu, (_, rows, *_), (_, half, *_) in zip(gpus, cases[-8::2], cases[-7::2], strict=True):
     print(f"{gpu.name:13}  {rows:.0f} rows; with weights stored in one byte {half:.0f}")
+print("Exercise 1.5, first part: passed")
 
 # %% [markdown]
 # **Second part: and attention?** A decode step has one new token in each of `num_seqs` sequences.
@@ -1039,10 +1116,15 @@ def attention_flops_per_byte(
     ### END SOLUTION
 
 # %% check-1-5-b
-rng, cases = random.Random(16), []
+require_helpers()
+rng, cases, shapes = random.Random(16), [], []
 for step in range(8):
     kv, group, dim = rng.randint(1, 4), rng.randint(2, 8), rng.choice([16, 48, 64])
-    shape = (kv * group, kv, dim, rng.randint(5, 90), rng.randint(3, 40), [2, 1, 4][step % 3])
+    size = [2, 1, 4][step % 3]
+    shapes.append((kv * group, kv, dim, rng.randint(5, 90), rng.randint(3, 40), size))
+models = {"SmolLM2": (9, 3, 64), "Llama 3.1 8B": (32, 8, 128), "Falcon 7B": (71, 1, 64)}
+shapes += [(*heads, 4096, seqs, 2) for heads in models.values() for seqs in (1, 64, 512)]
+for shape in shapes:
     name = "attention_flops_per_byte"
     got, wanted = require_number(attention_flops_per_byte(*shape), name), counted_intensity(*shape)
     asked = "{} query heads, {} kv heads, head_dim {}, {} tokens, {} sequences, {} bytes:".format(*shape)
@@ -1055,9 +1137,10 @@ for step in range(8):
     } | together(wanted, slips_1_5_b(*shape))
     cases.append((asked, got, wanted, slips))
 explain(cases)
-for name, heads in {"SmolLM2": (9, 3, 64), "Llama 3.1 8B": (32, 8, 128)}.items():
-    each = [float(attention_flops_per_byte(*heads, 4096, seqs, 2)) for seqs in (1, 64, 512)]
-    print(f"{name:12}  {each[0]:.2f} with 1 sequence, {each[1]:.2f} with 64, {each[2]:.2f} with 512")
+each = [case[1] for case in cases[8:]]
+for name, one, some, many in zip(models, each[::3], each[1::3], each[2::3], strict=True):
+    print(f"{name:12}  {one:.2f} with 1 sequence, {some:.2f} with 64, {many:.2f} with 512")
+print("Exercise 1.5, second part: passed")
 
 # %% [markdown]
 # Compare the two parts. A GPU wants some 150 to 300 operations for every byte that it reads. A linear

@@ -24,6 +24,16 @@ def kv_bytes(config, num_tokens, bits_per_value):
     shape = (config["num_hidden_layers"], 2, num_tokens, kv_heads, head_dim, bits_per_value)
     return np.prod(shape) // 8
 
+# %% ex-1-1 right: shows its work
+def kv_bytes(config, num_tokens, bits_per_value):
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    print(heads, "query heads,", kv_heads, "kv heads", end=" ")
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    numbers = 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens
+    print(f"{numbers:,} numbers")
+    return numbers * bits_per_value // 8
+
 # %% ex-1-1 wrong: query heads counted instead of kv heads
 # says: the query heads were counted
 def kv_bytes(config, num_tokens, bits_per_value):
@@ -121,6 +131,51 @@ def kv_bytes(config, num_tokens, bits_per_value):
     head_dim = config.setdefault("head_dim", config["hidden_size"] // heads)
     return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
 
+# %% ex-1-1 wrong: eight layers at most
+# says: cases came out wrong
+def kv_bytes(config, num_tokens, bits_per_value):
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    layers = min(8, config["num_hidden_layers"])
+    return 2 * layers * kv_heads * head_dim * num_tokens * bits_per_value // 8
+
+# %% ex-1-1 wrong: two tokens at least
+# says: cases came out wrong
+def kv_bytes(config, num_tokens, bits_per_value):
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    values = 2 * config["num_hidden_layers"] * kv_heads * head_dim
+    return values * max(num_tokens, 2) * bits_per_value // 8
+
+# %% ex-1-1 wrong: nine tokens at most
+# says: cases came out wrong
+def kv_bytes(config, num_tokens, bits_per_value):
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    values = 2 * config["num_hidden_layers"] * kv_heads * head_dim
+    return values * min(num_tokens, 9) * bits_per_value // 8
+
+# %% ex-1-1 wrong: one kv head where the config names none
+# says: then every query head has its own
+def kv_bytes(config, num_tokens, bits_per_value):
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", 1)
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
+
+# %% ex-1-1 wrong: a name of the checks for something else
+# says: it was overwritten
+spec = {"layers": 30}
+
+def kv_bytes(config, num_tokens, bits_per_value):
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
+
 # %% ex-1-1 delegates: ModelSpec's bytes per token, at the width of the weights
 # says: the width of the weights
 def kv_bytes(config, num_tokens, bits_per_value):
@@ -212,7 +267,7 @@ def generate(session, prompt, num_output_tokens):
     return output
 
 # %% ex-1-2 wrong: the first row of the logits
-# says: the last row
+# says: was read off row 0
 def generate(session, prompt, num_output_tokens):
     logits = session(prompt, range(len(prompt)))
     output = [int(logits[0].argmax())]
@@ -222,7 +277,7 @@ def generate(session, prompt, num_output_tokens):
     return output
 
 # %% ex-1-2 wrong: argmax over all rows
-# says: the last row
+# says: not of all rows
 def generate(session, prompt, num_output_tokens):
     logits = session(prompt, range(len(prompt)))
     output = [int(logits.argmax())]
@@ -307,6 +362,26 @@ def generate(session, prompt, num_output_tokens):
         at += len(new)
         new = [int(logits[-1].argmax())]
 
+# %% ex-1-2 wrong: the loop without a cache, and one call for show
+# says: needs a call of its own
+def generate(session, prompt, num_output_tokens):
+    output = generate_uncached(prompt, num_output_tokens)
+    run = [*prompt, *output[:-1]]
+    session(run, range(len(run)))
+    return output
+
+# %% ex-1-2 wrong: a variable named like the checks' model
+# says: it was overwritten
+model = "smollm2"
+
+def generate(session, prompt, num_output_tokens):
+    logits = session(prompt, range(len(prompt)))
+    output = [int(logits[-1].argmax())]
+    while len(output) < num_output_tokens:
+        logits = session([output[-1]], [len(prompt) + len(output) - 1])
+        output.append(int(logits[-1].argmax()))
+    return output
+
 # %% ex-1-2 delegates: the package's own engine
 # says: was never called
 def generate(session, prompt, num_output_tokens):
@@ -371,6 +446,27 @@ def tokens_read(num_prompt_tokens, num_output_tokens):
 # says: reads its own K and V, too
 def tokens_read(num_prompt_tokens, num_output_tokens):
     return sum(num_prompt_tokens + i for i in range(num_output_tokens - 1))
+
+# %% ex-1-2-b wrong: the prefill taken for a step, or a step without its own token
+# says: the prompt's length too much
+def tokens_read(num_prompt_tokens, num_output_tokens):
+    return sum(num_prompt_tokens + i for i in range(num_output_tokens))
+
+# %% ex-1-2-b wrong: all layers of SmolLM2
+# says: all layers of SmolLM2
+def tokens_read(num_prompt_tokens, num_output_tokens):
+    return 30 * sum(num_prompt_tokens + i for i in range(1, num_output_tokens))
+
+# %% ex-1-2-b wrong: all layers of the exercise's model
+# says: all layers of this model
+def tokens_read(num_prompt_tokens, num_output_tokens):
+    steps = range(1, num_output_tokens)
+    return spec.num_layers * sum(num_prompt_tokens + i for i in steps)
+
+# %% ex-1-2-b wrong: seventeen output tokens at most
+# says: cases came out wrong
+def tokens_read(num_prompt_tokens, num_output_tokens):
+    return sum(num_prompt_tokens + i for i in range(1, min(num_output_tokens, 17)))
 
 # %% ex-1-2-b wrong: the last step alone
 # says: what the last step reads
@@ -518,6 +614,29 @@ def chunk_inputs(num_computed_tokens, num_new_tokens):
 def chunk_inputs(num_computed_tokens, num_new_tokens):
     keys = torch.arange(num_computed_tokens + num_new_tokens)
     return keys <= keys[num_computed_tokens:, None]
+
+# %% ex-1-3 wrong: a window of twelve
+# says: the mask is wrong
+def chunk_inputs(num_computed_tokens, num_new_tokens):
+    total = num_computed_tokens + num_new_tokens
+    positions = torch.arange(num_computed_tokens, total)
+    keys = torch.arange(total)
+    return positions, (keys <= positions[:, None]) & (keys > positions[:, None] - 12)
+
+# %% ex-1-3 wrong: no mask once the cache is long
+# says: the mask is wrong
+def chunk_inputs(num_computed_tokens, num_new_tokens):
+    total = num_computed_tokens + num_new_tokens
+    positions = torch.arange(num_computed_tokens, total)
+    mask = torch.arange(total) <= positions[:, None]
+    return positions, torch.ones_like(mask) if num_computed_tokens > 6 else mask
+
+# %% ex-1-3 wrong: positions that are not whole
+# says: of an integer type
+def chunk_inputs(num_computed_tokens, num_new_tokens):
+    total = num_computed_tokens + num_new_tokens
+    positions = torch.linspace(num_computed_tokens, total - 1, num_new_tokens)
+    return positions, torch.arange(total) <= positions[:, None]
 
 # %% ex-1-3 delegates: the bias that the engine adds to the scores
 # says: must hold True and False
@@ -684,6 +803,34 @@ def write_kv(slab, num_computed_tokens, k, v):
     slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
     return end
 
+# %% ex-1-4 wrong: the heads taken for the slots
+# says: its dimension 2 the slots
+def write_kv(slab, num_computed_tokens, k, v):
+    end = num_computed_tokens + len(k)
+    if end > slab.shape[1]:
+        raise OutOfKVMemory(f"{end} of {slab.shape[1]}")
+    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+    return end
+
+# %% ex-1-4 wrong: a slab half made of K
+# says: does not hold what it should
+def write_kv(slab, num_computed_tokens, k, v):
+    end = num_computed_tokens + len(k)
+    if end > slab.shape[2]:
+        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
+    slab[0, :, num_computed_tokens:end] = k.transpose(0, 1)
+    slab[1, :, num_computed_tokens:end] = -k.transpose(0, 1)
+    return end
+
+# %% ex-1-4 wrong: a message with its numbers exchanged
+# says: in the wrong order
+def write_kv(slab, num_computed_tokens, k, v):
+    end = num_computed_tokens + len(k)
+    if end > slab.shape[2]:
+        raise OutOfKVMemory(f"{slab.shape[2]} slots are needed, but the slab has {end}")
+    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+    return end
+
 # %% ex-1-4 wrong: a message without numbers
 # says: must name the slots needed
 def write_kv(slab, num_computed_tokens, k, v):
@@ -762,6 +909,11 @@ def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
 # says: one row short
 def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
     return int(peak_flops * bytes_per_value / bandwidth / 2)
+
+# %% ex-1-5 wrong: rounded down and one more, as if it had to be longer
+# says: one row too many
+def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
+    return int(peak_flops * bytes_per_value / bandwidth / 2) + 1
 
 # %% ex-1-5 wrong: not rounded
 # says: rows are whole
@@ -867,3 +1019,10 @@ def attention_flops_per_byte(
     num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
 ):
     return num_kv_heads * bytes_per_value / (2 * num_query_heads)
+
+# %% ex-1-5-b wrong: groups of eight at most
+# says: cases came out wrong
+def attention_flops_per_byte(
+    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
+):
+    return 2 * min(8, num_query_heads // num_kv_heads) / bytes_per_value
