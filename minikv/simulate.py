@@ -40,12 +40,9 @@ def main(argv):
     try:
         check_json(args.json)
         result = _serve(args)
-        if args.json:
+        if args.json is not None:
             Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # __main__ handles all others
         print(f"minikv simulate: {error}", file=sys.stderr)
         return 1
     return 0
@@ -140,9 +137,9 @@ def check_json(path):
         return
     folder = Path(path).absolute().parent
     if not folder.is_dir():
-        raise ValueError(f"--json {path}: there is no folder {folder}")
-    if Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"--json {path}: that file cannot be written")
+        raise ValueError(f"--json {path!r}: there is no folder {folder}")
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise ValueError(f"--json {path!r}: that file cannot be written")
 
 
 def _serve(args):
