@@ -1,11 +1,14 @@
 """Loading models, and the one-time fetch of the default one with everything that can go wrong."""
 
+import json
 import socket
 import sys
+import time
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from minikv.model import loader, tiny
 from minikv.model.loader import load, spec_from_config
@@ -175,6 +178,17 @@ def test_a_configuration_with_no_one_answer_is_refused(config, message):
         spec_from_config(config, name="x", num_parameters=1, dtype="bfloat16")
 
 
+@pytest.mark.parametrize("field, value", [
+    ("num_hidden_layers", 0), ("max_position_embeddings", 0), ("max_position_embeddings", -1),
+    ("vocab_size", 0), ("num_hidden_layers", 2.5),
+])  # fmt: skip
+def test_a_number_that_no_model_has_is_named(field, value):
+    config = transformers.LlamaConfig(**LLAMA)
+    object.__setattr__(config, field, value)
+    with pytest.raises(ValueError, match=f"LlamaConfig of model 'x' .* {field} is {value}, but"):
+        spec_from_config(config, name="x", num_parameters=1, dtype="float32")
+
+
 # --- names, folders, dtypes, devices ---------------------------------------------------------
 
 
@@ -201,9 +215,37 @@ def test_a_hub_that_does_not_answer_is_said_in_one_error(monkeypatch):
         raise OSError("no such model\nmore lines\nof advice")
 
     monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", away)
+    monkeypatch.setattr(loader, "_why_hub_is_silent", lambda: None)
     with pytest.raises(ValueError, match=r"'some/model' is not a folder.*no such model") as caught:
         load("some/model")
     assert "advice" not in str(caught.value)
+
+
+def test_without_a_network_the_hub_is_not_asked_again_and_again(monkeypatch, capfd):
+    def refuse(*args, **kwargs):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=r"'some/model' is not.*does not answer.*no earlier down"):
+        load("some/model")
+    assert time.perf_counter() - start < 5
+    assert "Retrying" not in capfd.readouterr().err
+
+
+def test_without_a_network_an_earlier_download_is_taken(monkeypatch):
+    def stored(name, *, local_files_only, **options):
+        assert local_files_only
+        model = tiny.tiny_model()
+        told = {"missing_keys": set(), "mismatched_keys": set()}
+        return (model, told) if "output_loading_info" in options else tiny.tiny_tokenizer()
+
+    monkeypatch.setattr(loader, "_why_hub_is_silent", lambda: "no network")
+    monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", stored)
+    monkeypatch.setattr(loader.AutoTokenizer, "from_pretrained", stored)
+    assert load("some/model").spec.name == "some/model"
 
 
 def test_a_folder_goes_through_with_or_without_a_tokenizer(tmp_path, no_network):
@@ -226,6 +268,52 @@ def test_a_folder_that_holds_no_good_model(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match=f"cannot load the folder '{tmp_path}'"):
+        load(tmp_path)
+
+
+def drop_weight(folder, name):
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def set_config(folder, **values):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda f: drop_weight(f, "model.layers.0.self_attn.q_proj.weight"),
+     r"it lacks model\.layers\.0\.self_attn\.q_proj\.weight$"),
+    (lambda f: set_config(f, num_hidden_layers=6), r"lacks model\.layers\.4\..* \(and 17 more\)"),
+    (lambda f: drop_weight(f, "lm_head.weight"), "it lacks lm_head.weight"),
+    (lambda f: set_config(f, intermediate_size=256),
+     r"its model\.layers\.0\..* is \[128, 384\], but by the configuration \[128, 256\] \(and 11"),
+])  # fmt: skip
+def test_a_folder_without_all_weights_is_refused(tmp_path, capfd, damage, message):
+    """They would stay random."""
+    tiny.tiny_model().save_pretrained(tmp_path)
+    damage(tmp_path)
+    verbosity = transformers.logging.get_verbosity()
+    with pytest.raises(ValueError, match=f"cannot load the folder '{tmp_path}': .*{message}"):
+        load(tmp_path)
+    assert transformers.logging.get_verbosity() == verbosity
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_what_transformers_saved_lacks_nothing(tmp_path, config):
+    """Tied weights are stored once, and buffers not at all."""
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    loader._load_folder(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("content, reason", [("{}", "KeyError 'added_tokens'"), ("{", "Expecting")])
+def test_a_damaged_tokenizer_is_named(tmp_path, content, reason):
+    tiny.tiny_model().save_pretrained(tmp_path)
+    tiny.tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=f"its tokenizer.json or tokenizer_config.json: {reason}"):
         load(tmp_path)
 
 

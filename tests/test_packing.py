@@ -51,6 +51,17 @@ def test_all_linears_of_a_bf16_model_are_packed_and_its_logits_stay():
     assert (got - expected).norm() < 0.05 * expected.norm()
 
 
+def test_a_huge_batch_is_not_tried_whole(monkeypatch):
+    """num_rows only tunes the packing: 10**7 random rows would take 10 GB."""
+    tried, same = [], packing._same
+    monkeypatch.setattr(
+        packing, "_same", lambda a, b, num_rows: tried.append(num_rows) or same(a, b, num_rows)
+    )
+    model = tiny_model(dtype=torch.bfloat16)
+    assert pack_linears(model, num_rows=10**7) == (4 * 7 + 1 if can_pack else 0)
+    assert set(tried) == ({packing.MAX_ROWS} if can_pack else set())
+
+
 def test_packing_twice_packs_nothing_more():
     model = tiny_model(dtype=torch.bfloat16)
     pack_linears(model, num_rows=16)

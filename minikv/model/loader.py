@@ -97,27 +97,81 @@ def _load_other(name, dtype):
     meant = difflib.get_close_matches(name.lower(), ["smollm2", "tiny"], n=1, cutoff=0.75)
     if meant:  # said at once: without a network the hub is tried for half a minute
         raise ValueError(f"model {name!r} is not known; did you mean {meant[0]!r}?")
+    no_answer = _why_hub_is_silent()
+    options = {"local_files_only": no_answer is not None}  # then an earlier download may do
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
-        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model = _load_model(name, dtype, **options)
+        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:
+        reason = _first_line(error)
+        if no_answer is not None and isinstance(error, OSError):
+            reason = f"it does not answer ({no_answer}), and no earlier download is here."
         raise ValueError(
-            f"model {name!r} is not a folder, and the hub did not give it: {_first_line(error)} "
+            f"model {name!r} is not a folder, and the hub did not give it: {reason} "
             f"A model is {ACCEPTED}."
         ) from error
 
 
+def _why_hub_is_silent():
+    """None if the hub answers, else the reason. Asked once, as transformers asks six times, for
+    half a minute, with two lines of warning each."""
+    hub = transformers.utils.hub
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
+    except Exception as error:  # of the HTTP library, or HF_HUB_OFFLINE is set
+        return _first_line(error).rstrip(".")
+    return None
+
+
 def _load_folder(folder, dtype):
     """A model and its tokenizer (None where the folder has none); no hub is asked."""
-    options = {"local_files_only": True, "trust_remote_code": False}
-    has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
+    options = {"local_files_only": True}
+    files = [file for file in TOKENIZER_FILES if (folder / file).is_file()]
     with _no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options) if has_tokenizer else None
-    return model, tokenizer
+        model = _load_model(folder, dtype, **options)
+        if not files:
+            return model, None
+        try:
+            return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
+        except Exception as error:
+            raise ValueError(f"its {' or '.join(files)}: {_first_line(error)}") from error
+
+
+def _load_model(source, dtype, **options):
+    """transformers' model, if the checkpoint has all its weights: others would stay random."""
+    logging = transformers.utils.logging
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would print a table of what the error below says
+    try:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told in `told`, and refused below
+            **options,
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    missing, mismatched = sorted(told["missing_keys"]), sorted(told["mismatched_keys"])
+    if missing:
+        raise ValueError(f"it lacks {missing[0]}{_and_more(missing)}")
+    if mismatched:
+        weight, stored, expected = mismatched[0]
+        raise ValueError(
+            f"its {weight} is {list(stored)}, but by the configuration {list(expected)}"
+            f"{_and_more(mismatched)}"
+        )
+    return model
+
+
+def _and_more(things) -> str:
+    return f" (and {len(things) - 1} more)" if len(things) > 1 else ""
 
 
 def _first_line(error) -> str:
+    if isinstance(error, KeyError):  # it says no more than the key
+        return f"{type(error).__name__} {error}"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -175,6 +229,11 @@ def spec_from_config(config, *, name, num_parameters, dtype) -> ModelSpec:
         value = first(*fields)
         if value is None:
             raise ValueError(f"the {kind} of model {name!r} has no {' or '.join(fields)}")
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"the {kind} of model {name!r} is damaged: {fields[0]} is {value!r}, but must be a "
+                "whole number of at least 1"
+            )
         return value
 
     for field, why in OTHER_KV.items():
