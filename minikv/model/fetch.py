@@ -32,11 +32,20 @@ class ModelFetchError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """`MINIKV_CACHE` if it is set, else this user's cache folder for minikv."""
+    """`MINIKV_CACHE` if it is set, else this user's cache folder for minikv.
+
+    Raises ModelFetchError where `MINIKV_CACHE` starts with the ~ of a user who is not known here.
+    """
     chosen = os.environ.get("MINIKV_CACHE")
-    return (
-        Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("minikv", False))
-    )
+    if not chosen:
+        return Path(platformdirs.user_cache_dir("minikv", False))
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError as error:
+        raise ModelFetchError(
+            f"MINIKV_CACHE is {chosen!r}, whose first part is no user's home folder: set it to "
+            "another folder, or to none for the usual one"
+        ) from error
 
 
 def default_model_dir() -> Path:
@@ -50,7 +59,8 @@ def is_fetched() -> bool:
 
 
 def _is_complete(folder) -> bool:
-    return all((folder / file).is_file() for file in MODEL_FILES)
+    # os.path's, as a Path raises an error for a folder that may not be read.
+    return all(os.path.isfile(folder / file) for file in MODEL_FILES)
 
 
 def fetch(progress=True) -> Path:
