@@ -1,10 +1,12 @@
 """`python -m minikv COMMAND`: one table of commands, each imported only when it is called.
 
 `lab` and `test` run before anything is installed, so nothing here may import more than the
-standard library.
+standard library. What any command can meet (Ctrl-C, a full disk, a reader that has gone) ends here
+in a line at most and an exit status; what it alone can meet, a command reports itself.
 """
 
 import importlib
+import os
 import sys
 
 # command -> (module:function taking argv and returning an exit status, one line of help)
@@ -33,7 +35,40 @@ def usage():
 
 
 def main(argv=None):
+    """Runs a command and returns its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    name = argv[0] if argv else "help"
+    try:
+        try:
+            return _run(argv)
+        finally:
+            _flush()  # at the interpreter's own end nobody could catch what goes wrong
+    except KeyboardInterrupt:
+        status, message = 130, ""  # an empty line: the shell's prompt starts on its own
+    except BrokenPipeError:  # whoever read the output, `head` for instance, has seen enough
+        status, message = 141, None  # as a shell shows it of a program that SIGPIPE ended
+    except OSError as error:
+        status, message = 1, f"minikv {name}: {' '.join(str(error).split())}"
+    except ModuleNotFoundError as error:
+        if (error.name or "minikv").split(".")[0] == "minikv":
+            raise
+        bootstrap = importlib.import_module("minikv.bootstrap")
+        status, message = 1, bootstrap.lacks(name, error.name)
+    try:
+        _flush()
+    except OSError:  # what cannot be written must not be tried once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if message is not None:
+        print(message, file=sys.stderr)
+    return status
+
+
+def _flush():
+    if sys.stdout is not None:  # it is None where the shell has closed it
+        sys.stdout.flush()
+
+
+def _run(argv):
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if argv else 2

@@ -324,12 +324,16 @@ def hand_over(argv):
         return run([venv_python(), "-m", "minikv", *argv])
     if argv[0] == "doctor":
         return None  # it has a line for each thing that is missing
-    print(
-        f"minikv: {argv[0]!r} needs PyTorch, which {sys.executable} does not have. "
-        "Run `python -m minikv lab` (or `make lab`) once; it installs everything into .venv.",
-        file=sys.stderr,
-    )
+    print(lacks(argv[0], "PyTorch"), file=sys.stderr)
     return 1
+
+
+def lacks(command, package):
+    """What to say where a command does not find a package."""
+    return (
+        f"minikv: {command!r} needs {package}, which {sys.executable} does not have. "
+        "Run `python -m minikv lab` (or `make lab`) once; it installs everything into .venv."
+    )
 
 
 def port_option(text):
@@ -442,6 +446,8 @@ def _reported(steps):
     except SetupError as error:
         print(f"minikv: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # __main__ ends every command whose reader has gone
+        raise
     except OSError as error:  # e.g. a full disk, met by this file's own writes
         print(f"minikv: {error}: {explain(str(error))}.", file=sys.stderr)
         return 1

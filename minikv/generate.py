@@ -32,11 +32,11 @@ def main(argv):
     )
     parser.add_argument("--stats", action="store_true", help="print speed and memory at the end")
     args = parser.parse_args(argv)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
 
     from minikv.request import SamplingParams  # after --help: importing torch takes seconds
 
     try:
+        prompt = _read_prompt(args.prompt)
         params = SamplingParams(
             max_tokens=args.max_tokens,
             temperature=args.temperature,
@@ -45,8 +45,6 @@ def main(argv):
             stop=args.stop,
             seed=args.seed,
         )
-        if not prompt:
-            raise ValueError("the prompt is empty")
         from minikv.engine import LLM
 
         llm = LLM(args.model, dtype=args.dtype, device=args.device)
@@ -74,3 +72,17 @@ def main(argv):
             file=sys.stderr,
         )
     return 0
+
+
+def _read_prompt(argument):
+    try:
+        if argument == "-":
+            if sys.stdin is None:
+                raise ValueError("standard input is closed, so there is no prompt to read")
+            argument = sys.stdin.read()
+        argument.encode()  # an argument's bytes that are no UTF-8 have come as half characters
+    except UnicodeError as error:
+        raise ValueError("the prompt is not valid Unicode") from error
+    if not argument:
+        raise ValueError("the prompt is empty")
+    return argument

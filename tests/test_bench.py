@@ -190,6 +190,7 @@ def test_an_engine_that_makes_fewer_tokens_is_an_error(capsys, monkeypatch, quic
         (["--vllm-python", "/no/such/python"], "no such file"),
         (["--json", "/no/such/folder/out.json"], "there is no folder"),
         (["--json", "/"], "cannot be written"),
+        (["--json", ""], "--json '': that file cannot be written"),
         (["--dtype", "float7"], "float7"),
         (["--profile", "--engines", "generate-16"], "this engine alone"),
         (["--profile", "--engines", "minikv-1", "minikv-2"], "this engine alone"),

@@ -54,6 +54,17 @@ def test_a_dash_reads_the_prompt_from_standard_input(monkeypatch, capsys, answer
     assert capsys.readouterr().out == answer("Hello\nworld") + "\n"
 
 
+@pytest.mark.parametrize(("stdin", "message"), [
+    (io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"), "the prompt is not valid Unicode"),
+    (io.StringIO(""), "the prompt is empty"),
+    (None, "standard input is closed, so there is no prompt to read"),
+])  # fmt: skip
+def test_a_standard_input_without_a_prompt(monkeypatch, capsys, stdin, message):
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["-", "--raw", *TINY]) == 1
+    assert capsys.readouterr().err == f"minikv generate: {message}\n"
+
+
 def test_sampling_options_reach_the_engine(capsys):
     def run(*options):
         assert main(["Hello", *TINY, *options]) == 0
@@ -78,6 +89,7 @@ def test_stats_go_to_standard_error(capsys, answer):
 
 @pytest.mark.parametrize("argv, message", [
     ([""], "the prompt is empty"),
+    (["a\udcff"], "the prompt is not valid Unicode"),
     (["Hello", "--max-tokens", "0"], "max_tokens is 0"),
     (["Hello", "--temperature", "nan"], "temperature is nan"),
     (["Hello", "--top-p", "2"], "top_p is 2"),

@@ -45,12 +45,9 @@ def main(argv):
             result = _simulator(args)
         else:
             result = _profile(args) if args.profile else _compare(args)
-        if args.json:
+        if args.json is not None:
             Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # __main__ handles all others
         print(f"minikv bench: {error}", file=sys.stderr)
         return 1
     return 0
@@ -108,12 +105,13 @@ def _check(args):
     for name in ("rounds", "requests"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}, but must be at least 1")
-    if args.json:
+    if args.json is not None:
         folder = Path(args.json).absolute().parent
         if not folder.is_dir():
-            raise ValueError(f"--json {args.json}: there is no folder {folder}")
-        if Path(args.json).is_dir() or not os.access(folder, os.W_OK):
-            raise ValueError(f"--json {args.json}: that file cannot be written")
+            raise ValueError(f"--json {args.json!r}: there is no folder {folder}")
+        there = Path(args.json).exists()
+        if Path(args.json).is_dir() or not os.access(args.json if there else folder, os.W_OK):
+            raise ValueError(f"--json {args.json!r}: that file cannot be written")
     if args.vllm_python and shutil.which(args.vllm_python) is None:
         raise ValueError(f"--vllm-python {args.vllm_python}: no such file, or no program")
 
