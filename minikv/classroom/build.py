@@ -260,7 +260,7 @@ def main(argv=None):
     parser.add_argument("--root", type=Path, help="the course's folder (default: this one)")
     args = parser.parse_args(argv)
     try:
-        root = args.root or course_root()
+        root = course_root(args.root)
         names = chapter_names(root)
         if args.chapters:
             names = sorted({find_chapter(names, wanted) for wanted in args.chapters})

@@ -71,8 +71,18 @@ class CourseError(ValueError):
     """The course (a source, a notebook, an answer file) is not as it must be; says where."""
 
 
-def course_root():
-    """The folder that holds `notebooks/`, `solutions/` and `exercises/`."""
+def course_root(given=None):
+    """The folder that holds `notebooks/`, `solutions/` and `exercises/`: as given, or this one.
+
+    It is absolute: a kernel, which works in another folder, imports minikv from it.
+    """
+    if given is not None:
+        root = Path(given).expanduser().resolve()
+        if not root.is_dir():
+            raise CourseError(f"there is no folder {given}")
+        if not any((root / kind).is_dir() for kind in ("notebooks", "solutions", "exercises")):
+            raise CourseError(f"{given} holds no course: no notebooks, solutions or exercises")
+        return root
     for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (folder / "notebooks" / "src").is_dir():
             return folder

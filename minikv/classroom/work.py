@@ -28,6 +28,7 @@ from minikv.classroom.submission import merge, read_submission
 
 PASSED, WRITTEN = "passed", "written"  # what counts as done, coded or in words
 WORK = "work"
+BACKUP = "backup"  # in work/: what was there before a reset
 RECORD = "progress.json"  # in work/: what the last check of each chapter said
 
 
@@ -58,12 +59,33 @@ def chapter_of(path, metadata, root):
 def find_notebook(wanted, root):
     """A path as given; a number or a chapter's name is its copy in `work/`."""
     path = Path(wanted)
-    if path.suffix == ".ipynb" or path.exists():
+    if path.is_file() or (path.suffix == ".ipynb" and not path.is_dir()):
         return path
-    name = find_chapter(exercise_names(root), wanted)
+    try:
+        name = find_chapter(exercise_names(root), wanted)
+    except CourseError:
+        if wanted and path.is_dir():
+            raise CourseError(f"{path} is a folder; name a notebook in it") from None
+        raise
+    return _existing_copy(root, name)
+
+
+def _copy_path(root, name):
+    """Where a chapter's copy lies, or will, with nothing in its way."""
     path = Path(root, WORK, f"{name}.ipynb")
+    for folder in (path.parent, path.parent / BACKUP):
+        if folder.exists() and not folder.is_dir():
+            raise CourseError(f"{folder} is not a folder; move it away and try again")
+    if path.is_dir():
+        raise CourseError(f"{path} is a folder; move it away and try again")
+    return path
+
+
+def _existing_copy(root, name):
+    path = _copy_path(root, name)
     if not path.exists():
-        raise CourseError(f"{path} does not exist; python -m minikv start {wanted} makes it")
+        number = name.split("_")[0]
+        raise CourseError(f"{path} does not exist; python -m minikv start {number} makes it")
     return path
 
 
@@ -75,7 +97,10 @@ def record(root, path, name, statuses):
     records = _records(root)
     records[name] = {"statuses": statuses, "modified": own.stat().st_mtime}
     data = json.dumps(records, indent=1, sort_keys=True) + "\n"
-    write_if_changed(Path(root, WORK, RECORD), data.encode())
+    try:
+        write_if_changed(Path(root, WORK, RECORD), data.encode())
+    except OSError as error:  # the verdicts are worth more than their record
+        print(f"check: progress will not know of it: {error}", file=sys.stderr)
 
 
 def _records(root):
@@ -83,13 +108,23 @@ def _records(root):
         records = json.loads(Path(root, WORK, RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # none yet, or damaged: the next check writes it anew
         return {}
-    return records if isinstance(records, dict) else {}
+    if not isinstance(records, dict):
+        return {}
+    return {name: entry for name, entry in records.items() if _is_record(entry)}
+
+
+def _is_record(entry):
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("statuses"), dict)
+        and isinstance(entry.get("modified"), int | float)
+    )
 
 
 def start(root, wanted):
     """Copies an exercise to `work/`; returns its path and whether it is new."""
     name = find_chapter(exercise_names(root), wanted)
-    path = Path(root, WORK, f"{name}.ipynb")
+    path = _copy_path(root, name)
     if path.exists():
         return path, False
     write_if_changed(path, to_bytes(pristine_exercise(root, name)))
@@ -99,12 +134,9 @@ def start(root, wanted):
 def reset(root, wanted, exercise=None):
     """Restores one exercise, or all, in the copy in `work/`; returns the backup's path."""
     name = find_chapter(exercise_names(root), wanted)
-    path = Path(root, WORK, f"{name}.ipynb")
-    shipped = pristine_exercise(root, name)
-    if not path.exists():
-        raise CourseError(f"{path} does not exist; python -m minikv start {wanted} makes it")
+    path, shipped = _existing_copy(root, name), pristine_exercise(root, name)
     fresh = shipped if exercise is None else _restored(path, shipped, exercise)
-    backup = path.parent / "backup" / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}.ipynb"
+    backup = path.parent / BACKUP / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}.ipynb"
     backup.parent.mkdir(exist_ok=True)
     shutil.copy2(path, backup)
     try:
@@ -217,7 +249,7 @@ def _run(name, description, argv, arguments, action):
     parser.add_argument("--root", type=Path, help="the course's folder (default: this one)")
     args = parser.parse_args(argv)
     try:
-        return action(args.root or course_root(), args)
+        return action(course_root(args.root), args)
     except CourseError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
