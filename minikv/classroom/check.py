@@ -10,6 +10,7 @@ exercise passes. Nothing is sent anywhere.
 
 import argparse
 import copy
+import math
 import re
 import sys
 import tempfile
@@ -172,10 +173,10 @@ def main(argv=None):
                         help="run tests/answers against the checks (for authors)")  # fmt: skip
     parser.add_argument("--root", type=Path, help="the course's folder (default: this one)")
     args = parser.parse_args(argv)
-    if args.timeout <= 0:
-        parser.error(f"--timeout {args.timeout:g} must be above 0")
+    if not 0 < args.timeout < math.inf:
+        parser.error(f"--timeout {args.timeout:g} must be above 0 and finite")
     try:
-        root = args.root or course_root()
+        root = course_root(args.root)
         if args.audit:
             from minikv.classroom import audit
 

@@ -56,7 +56,14 @@ def _run(command, env, limit):
     try:
         return process.communicate(timeout=limit)[0]
     except subprocess.TimeoutExpired:
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
+        _kill(process)
         return process.communicate()[0]
+    except BaseException:  # Ctrl-C does not reach a session of its own
+        _kill(process)
+        raise
+
+
+def _kill(process):
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
