@@ -230,7 +230,10 @@ class Scheduler:
 
 
 def _emit(request, token, now, step):
-    """Appends a sampled token; returns why the request ends with it, or None if it does not."""
+    """Appends a sampled token; returns why the request ends with it, or None if it does not.
+
+    The rule is that of Request.came_to_its_end, written out: this runs once for every token.
+    """
     request.append(token)
     if request.first_token_time is None:
         request.first_token_time = now

@@ -80,14 +80,15 @@ def _labels(ax, points):
     for point in points:
         together.setdefault(round(point.intensity, 3), []).append(point)
     for same in together.values():
-        lowest = min(same, key=lambda p: p.flops)
-        text = same[0].label if len(same) == 1 else f"{same[0].label} … {same[-1].label}"
+        alone = len(same) == 1  # below its mark; a shared label above all of them
+        place = max(same, key=lambda p: p.flops)
+        text = same[0].label if alone else f"{same[0].label} … {same[-1].label}"
         ax.annotate(
             text,
-            (lowest.intensity, lowest.flops / 1e9),
-            xytext=(7, -11) if len(same) == 1 else (0, -15),
+            (place.intensity, place.flops / 1e9),
+            xytext=(7, -11) if alone else (0, 9),
             textcoords="offset points",
-            ha="left" if len(same) == 1 else "center",
+            ha="left" if alone else "center",
             fontsize=8,
             # over the dotted line of the ridge, if need be
             bbox={"boxstyle": "square,pad=0.1", "facecolor": tint(INK, 0.07), "edgecolor": "none"},
