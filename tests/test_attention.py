@@ -385,7 +385,8 @@ def context(tables, entries, *, num_blocks=8, block_size=4, num_kv_heads=1, head
 ])  # fmt: skip
 def test_a_prompt_around_one_block_is_written_to_its_tables_slots(num_tokens, slots):
     step, model = context({"a": [5, 2]}, [("a", 0, num_tokens)])
-    assert step.write_rows.tolist() == slots
+    half = 9 * 4  # the V of a pool of 8 blocks and one of padding lies that much further on
+    assert step.write_rows.tolist() == slots + [slot + half for slot in slots]
     assert model.position_ids.tolist() == list(range(num_tokens))
     assert model.input_ids.tolist() == list(range(100, 100 + num_tokens))
 
@@ -393,9 +394,8 @@ def test_a_prompt_around_one_block_is_written_to_its_tables_slots(num_tokens, sl
 def test_with_two_kv_heads_a_head_of_a_block_lies_together():
     step, _ = context({"a": [5, 2]}, [("a", 3, 2)], num_kv_heads=2)
     # [block, head, offset]: position 3 is offset 3 of block 5, position 4 offset 0 of block 2
-    assert step.write_rows.tolist() == [
-        (5 * 2 + 0) * 4 + 3, (5 * 2 + 1) * 4 + 3, (2 * 2 + 0) * 4, (2 * 2 + 1) * 4,
-    ]  # fmt: skip
+    keys = [(5 * 2 + 0) * 4 + 3, (5 * 2 + 1) * 4 + 3, (2 * 2 + 0) * 4, (2 * 2 + 1) * 4]
+    assert step.write_rows.tolist() == keys + [row + 9 * 2 * 4 for row in keys]
 
 
 def test_decodes_form_one_group_and_each_chunk_one_of_its_own():

@@ -23,8 +23,8 @@ class UnsupportedModel(ValueError):
 
 
 class Scratch:
-    """Buffers kept between layers and steps: a fresh tensor of this size costs more in page
-    faults than the attention that fills it."""
+    """Buffers kept between layers and steps: a fresh tensor for the gathered K and V costs more
+    in page faults than the attention that reads it."""
 
     def __init__(self):
         self._buffers = {}
@@ -66,17 +66,22 @@ class QueryGroup:
         p, its own included, and with a window only the last `window` of them. Padding is seen by
         nobody but itself (a softmax over nothing would be NaN).
         """
+        slot = torch.arange(num_slots, device=self.positions.device)
+        query = self.positions[:, None, None, :, None]
+        hidden = slot > query
+        if window is not None:
+            hidden |= slot <= query - window
+        if self.first_visible is not None:
+            hidden |= slot < self.first_visible[:, None, None, :, None].minimum(query)
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=slot.device)
+        return bias.masked_fill_(hidden, float("-inf"))
+
+    def bias_of_scores(self, num_slots, num_kv_heads, per_kv, window, dtype):
+        """The same for every head, [num_seqs * num_kv_heads, per_kv * num_queries, num_slots]:
+        made once for all layers with this window."""
         if window not in self.biases:
-            slot = torch.arange(num_slots, device=self.positions.device)
-            query = self.positions[:, None, None, :, None]
-            hidden = slot > query
-            if window is not None:
-                hidden |= slot <= query - window
-            if self.first_visible is not None:
-                first = self.first_visible[:, None, None, :, None].minimum(query)
-                hidden |= slot < first
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=slot.device)
-            self.biases[window] = bias.masked_fill_(hidden, float("-inf"))
+            bias = self.bias(num_slots, window, dtype).expand(-1, num_kv_heads, per_kv, -1, -1)
+            self.biases[window] = bias.reshape(self.num_seqs * num_kv_heads, -1, num_slots)
         return self.biases[window]
 
 
@@ -86,7 +91,8 @@ class StepContext:
     `step`; nothing about it is global.
 
     pools: one tensor per layer, see the module's docstring.
-    write_rows: [T * kv_heads], the row of `pool.view(-1, head_dim)` for each new token and head.
+    write_rows: [2 * T * kv_heads], the row of `pool.view(-1, head_dim)` for the K of each new
+        token and head, then for the V.
     groups: cover the T packed tokens, in order.
     layers_seen: (layer, sliding_window) of each call, for the probe.
     """
@@ -121,30 +127,30 @@ def attention(
     [1, num_kv_heads, T, head_dim], already rotated. Returns ([1, T, num_query_heads, head_dim],
     None). Raises UnsupportedModel for anything that it would not compute exactly."""
     layer = _require_supported(module, key, value, attention_mask, is_causal, step, keywords)
-    _, num_kv_heads, num_tokens, head_dim = key.shape
+    head_dim = key.shape[-1]
     pool = step.pools[layer]
     step.layers_seen.append((layer, sliding_window))
 
-    for kind, new in ((0, key), (1, value)):  # first write: a token attends to itself, too
-        rows = new[0].transpose(0, 1).reshape(num_tokens * num_kv_heads, head_dim)
-        pool[kind].view(-1, head_dim).index_copy_(0, step.write_rows, rows)
+    # First write: a token attends to itself, too.
+    new_rows = torch.stack([key[0], value[0]]).transpose(1, 2).reshape(-1, head_dim)
+    pool.view(-1, head_dim).index_copy_(0, step.write_rows, new_rows)
 
     scaling = head_dim**-0.5 if scaling is None else scaling
-    out = torch.empty_like(query[0].transpose(0, 1), memory_format=torch.contiguous_format)
+    scaled = query[0].transpose(0, 1) * scaling
+    outputs = []
     for group in step.groups:
         rows = slice(group.first_row, group.first_row + group.num_seqs * group.num_queries)
-        scaled = query[0, :, rows] * scaling
-        out[rows] = _attend(scaled, pool, group, sliding_window, softcap, step.scratch)
-    return out[None], None
+        outputs.append(_attend(scaled[rows], pool, group, sliding_window, softcap, step.scratch))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
 def _attend(query, pool, group, window, softcap, scratch):
-    """query: [num_query_heads, tokens, head_dim], scaled. Returns [tokens, heads, head_dim].
+    """query: [tokens, num_query_heads, head_dim], scaled. Returns the same shape.
 
     Query heads that share a kv head are stacked as rows of one product, so that K and V are read
     once for all of them and never repeated.
     """
-    num_query_heads, num_tokens, head_dim = query.shape
+    num_tokens, num_query_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = pool.shape
     B, Q, per_kv = group.num_seqs, group.num_queries, num_query_heads // num_kv_heads
     num_slots = group.num_blocks * block_size
@@ -153,18 +159,18 @@ def _attend(query, pool, group, window, softcap, scratch):
     torch.index_select(pool.view(-1, block_size * head_dim), 0, group.gather_rows, out=gathered)
     keys, values = gathered.view(2, B * num_kv_heads, num_slots, head_dim)
 
-    stacked = query.view(num_kv_heads, per_kv, B, Q, head_dim).permute(2, 0, 1, 3, 4)
+    # [seqs, queries, kv_heads, per_kv, ...] -> [seqs * kv_heads, per_kv * queries, ...]
+    stacked = query.view(B, Q, num_kv_heads, per_kv, head_dim).permute(0, 2, 3, 1, 4)
     stacked = stacked.reshape(B * num_kv_heads, per_kv * Q, head_dim)
-    scores = scratch.take("scores", (B * num_kv_heads, per_kv * Q, num_slots), pool)
-    torch.bmm(stacked, keys.transpose(1, 2), out=scores)
-    if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    shape = (B, num_kv_heads, per_kv, Q, num_slots)
-    scores.view(shape).add_(group.bias(num_slots, window, scores.dtype))
-    weights = scratch.take("weights", scores.shape, pool)
-    torch.softmax(scores, -1, out=weights)
-    mixed = torch.bmm(weights, values).view(B, num_kv_heads, per_kv, Q, head_dim)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(num_tokens, num_query_heads, head_dim)
+    bias = group.bias_of_scores(num_slots, num_kv_heads, per_kv, window, pool.dtype)
+    if softcap is None:
+        scores = torch.baddbmm(bias, stacked, keys.transpose(1, 2))
+    else:
+        scores = torch.bmm(stacked, keys.transpose(1, 2))
+        scores.div_(softcap).tanh_().mul_(softcap).add_(bias)
+    mixed = torch.bmm(torch.softmax(scores, -1), values)
+    mixed = mixed.view(B, num_kv_heads, per_kv, Q, head_dim).permute(0, 3, 1, 2, 4)
+    return mixed.reshape(num_tokens, num_query_heads, head_dim)
 
 
 def _require_supported(module, key, value, attention_mask, is_causal, step, keywords) -> int:

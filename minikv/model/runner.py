@@ -103,7 +103,8 @@ class ModelRunner:
         return block_ids
 
     def _write_rows(self, packed, tables, places):
-        """[T * kv_heads]: where each new token's K (or V) goes, in `pool[0].view(-1, head_dim)`."""
+        """[2 * T * kv_heads]: where the K of each new token goes in `pool.view(-1, head_dim)`,
+        then where its V does, one half of the pool further on."""
         block_ids = [
             table[place // self.block_size]
             for (request, num_new_tokens), table in zip(packed, tables, strict=True)
@@ -112,7 +113,9 @@ class ModelRunner:
             )
         ]
         by_head = torch.tensor(block_ids)[:, None] * self.num_kv_heads + self._heads
-        return (by_head * self.block_size + (places % self.block_size)[:, None]).reshape(-1)
+        rows = (by_head * self.block_size + (places % self.block_size)[:, None]).reshape(-1)
+        half = (self.num_blocks + 1) * self.num_kv_heads * self.block_size
+        return torch.cat([rows, rows + half])
 
     def _groups(self, packed, tables, places):
         """Neighbours with one new token each form a group, and so do neighbours with as many new
