@@ -158,7 +158,7 @@ def test_json_and_table(capsys, tmp_path, quick):
 
 def test_vllm_is_left_out_with_a_word(capsys, quick):
     status, out = run_bench(
-        capsys, "--requests", "1", "--rounds", "1", "--engines", "minikv-1", "vllm-1"
+        capsys, "--requests", "1", "--rounds", "1", "--engines", "minikv-1,vllm-1"
     )
     assert status == 0
     assert "vllm is left out: --vllm-python" in out.out

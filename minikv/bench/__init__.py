@@ -39,6 +39,8 @@ examples:
 
 def main(argv):
     args = _parser().parse_args(argv)
+    if args.engines:  # commas do as well as spaces
+        args.engines = " ".join(args.engines).replace(",", " ").split()
     try:
         _check(args)
         if args.simulator:
