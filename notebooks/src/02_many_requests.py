@@ -184,7 +184,8 @@ card
 # - **Pads are real.** Three slots of B hold keys and values that were computed and written, and
 #   that mean nothing. They are held until the batch ends.
 # - **A slab is larger than its row.** Striped slots are reserved: a token may come. Dotted ones
-#   are internal waste: A asked for three tokens, and the slab was cut for more.
+#   are internal waste: A asked for three tokens, and the slab was cut for more. (Padding may still
+#   be written there, as you will see; it serves nobody.)
 #
 # The next cell does the same with the scheduler and the package's own manager
 # (`ContiguousKVCacheManager`: our class, and the checks that it needs) alone. There are no tensors
@@ -319,7 +320,8 @@ wasted = [sum(e.num_tokens - e.num_useful for step in run for e in step) for run
 print("tokens computed for nobody:", *wasted)
 
 # %% [markdown]
-# What stays empty is the end, where nobody waits any more. In steady traffic there is no end. (The
+# What stays empty is the end, where nobody waits any more: nine places, which is why it takes 27
+# steps and not 25. In steady traffic there is no end. (The
 # tokens computed for nobody are more than the places, since pads before the prompts count too.)
 #
 # > **Predict.** If every step took equally long, how many times as fast would the second run be?
@@ -341,10 +343,10 @@ print(f"measured: {static_times.sum():.2f} s and {times.sum():.2f} s, {static_ti
 print(f"a step: {static_times.mean() * 1e3:.0f} ms and {times.mean() * 1e3:.0f} ms")
 
 # %% [markdown]
-# The ratio of the step counts bounds the gain where a step takes equally long with few rows and
-# with many, as it nearly does while reading the weights sets the pace. Where rows cost time, as on
-# a CPU, rows left out save a little more, and a prompt that joins makes the step longer for its
-# neighbours. The step counts are facts; seconds from two runs on a machine with other things to do
+# The ratio of the step counts is the gain where a step takes equally long with few rows and with
+# many, as it nearly does while reading the weights sets the pace. Where rows cost time, as on a
+# CPU, rows left out save a little more, and a prompt that joins makes the step longer for its
+# neighbours. The two may cancel. The step counts are facts; seconds from two runs on a machine with other things to do
 # are an impression. Much larger factors have been published. They come from answers that differ
 # more in length, and from comparing more than one change at a time.
 #
@@ -589,8 +591,8 @@ card
 
 # %% [markdown]
 # Not at all evenly. At half the limit hardly anyone waits. Close to it the queue grows steeply,
-# though requests do not come faster than they can be served: they come in clusters, and a server
-# without slack takes long to work one off. The unlucky feel it long before the median does.
+# though on average requests hardly come faster than they can be served: they come at random, now
+# and then several close together, and a server without slack takes long to work that off. The unlucky feel it long before the median does.
 #
 # > **Predict.** What does static batching make of the quietest of these hours?
 
@@ -604,7 +606,8 @@ print(f"iteration-level:        median TTFT {loads[0.3]['p50_ttft_ms'] / 1e3:.2f
 print(f"{1 - needed / computed:.0%} of the tokens that the static batches compute are read by nobody")
 
 # %% [markdown]
-# It cannot keep up with half of what six slabs could serve. Each batch lasts as long as its
+# It cannot keep up with half of what six slabs could serve: the wait grows until the hour ends.
+# Each batch lasts as long as its
 # longest answer, and whoever arrives a moment too late waits for its end.
 #
 # Now the halves of the chapter meet. What limits this server is a number of slabs, and slabs are

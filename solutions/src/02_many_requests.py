@@ -388,6 +388,8 @@ def slips_2_3(running, slab, pool):
                      count * slab - P - final + count},
         "internal": {last: count * slab - P - final, limit: count * slab - P - most + count,
                      "Live slots were counted as internal, too.": count * slab,
+                     "Free slots belong to no slab; internal ones are inside somebody's.":
+                         pool - (P + final - count),
                      "What will be used later is reserved, not internal.": count * slab - live,
                      limit + " ": count * slab - P - most},
         "free": {"A slab is taken whole: what is left in it is free to nobody else.": pool - live,
@@ -581,6 +583,11 @@ def told(error, asked, plan, step, got):
         )
     elif not isinstance(error, AssertionError):
         said = f"schedule() ended in {type(error).__name__}: {error}"
+        if isinstance(error, RuntimeError) and "mutated during iteration" in str(error):
+            said += (
+                ". A `for` over self.waiting can't go on once somebody is taken out: use "
+                "`while self.waiting:` and look at self.waiting[0]."
+            )
     lines = [f"  step {i}   {line(plan[i])}" for i in range(min(step, len(plan)))]
     here = line(plan[step]) if step < len(plan) else "nobody: all are done"
     lines += [f"  step {step}   should be  {here}"]

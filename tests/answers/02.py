@@ -580,6 +580,14 @@ def account(running, slab_slots, pool_slots):
     held = len(running) * slab_slots
     return live, reserved, held - live - reserved, pool_slots - held
 
+# %% ex-2-3 wrong: free slots are internal
+# says: free slots belong to no slab
+def account(running, slab_slots, pool_slots):
+    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
+    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
+    free = pool_slots - len(running) * slab_slots
+    return live, reserved, pool_slots - live - reserved, free
+
 # %% ex-2-3 wrong: all of a slab's rest is reserved
 # says: what never is, is internal
 def account(running, slab_slots, pool_slots):
@@ -753,6 +761,23 @@ class MyScheduler(Scheduler):
                 scheduled.append(ScheduledRequest(request, request.num_tokens))
                 budget -= request.num_tokens
         return scheduled, []
+
+# %% ex-2-4 wrong: takes requests out of the line that it goes through
+# says: can't go on once somebody is taken out
+class MyScheduler(Scheduler):
+    def schedule(self):
+        scheduled = [ScheduledRequest(request, 1) for request in self.running]
+        budget = self.max_num_batched_tokens - len(scheduled)
+        for request in self.waiting:
+            if request.num_tokens > budget or len(self.running) >= self.max_num_seqs:
+                break
+            if self.manager.allocate_slots(request, request.num_tokens) is None:
+                break
+            self.running.append(self.waiting.popleft())
+            scheduled.append(ScheduledRequest(request, request.num_tokens))
+            budget -= request.num_tokens
+        return scheduled, []
+
 
 # %% ex-2-4 wrong: continuous batching is a bigger batch: all who wait
 # says: is not a bigger batch
