@@ -45,6 +45,7 @@ MODULES = {
     "minikv.simulator": 2,
     "minikv.workloads": 2,
     "minikv.kv_cache.extents": 3,
+    "minikv.kv_cache.extent_tree": 3,
     "minikv.kv_cache.paged": 4,
     "minikv.model.attention": 5,
     "minikv.model.kernels": 5,
