@@ -16,6 +16,7 @@ _HOMES = {
     "OutOfKVMemory": "minikv.kv_cache.base",
     "KVCacheManager": "minikv.kv_cache.base",
     "ContiguousKVCacheManager": "minikv.kv_cache.contiguous",
+    "PagedKVCacheManager": "minikv.kv_cache.paged",
     "Scheduler": "minikv.scheduler",
 }
 __all__ = sorted(_HOMES)

@@ -2,6 +2,7 @@
 
 from minikv.kv_cache.base import BlockCopy, KVCacheManager, cdiv
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.kv_cache.paged import PagedKVCacheManager
 
 
 class MinimalManager(KVCacheManager):
@@ -160,6 +161,9 @@ MANAGERS = {
     "contiguous-max-1": lambda rnd: _contiguous(rnd, 1),
     "contiguous-max-2": lambda rnd: _contiguous(rnd, 2, remainder=1),
     "contiguous-max-many": lambda rnd: _contiguous(rnd, rnd.randint(3, 6), rnd.randint(0, 7)),
+    "paged-1": lambda rnd: PagedKVCacheManager(rnd.randint(4, 24), 1),
+    "paged-3": lambda rnd: PagedKVCacheManager(rnd.randint(2, 12), 3),
+    "paged-16": lambda rnd: PagedKVCacheManager(rnd.randint(1, 4), 16),
     "minimal": lambda rnd: MinimalManager(*_size(rnd)),
     "by-hand": lambda rnd: ByHandManager(*_size(rnd)),
     "restless": lambda rnd: RestlessManager(*_size(rnd), rnd),
