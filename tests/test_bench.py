@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from minikv import bench
-from minikv.bench import engines, machine, steptime
+from minikv.bench import allocator, engines, machine, steptime, vllm_allocator
 from minikv.bench import workload as workload_module
 from minikv.bench.workload import MAX_MODEL_LEN, make_workload
+from minikv.kv_cache.paged import PagedKVCacheManager
 
 ENGINES = ["minikv-2", "generate-2", "generate_batch-2"]
 SETTINGS = engines.Settings(model="tiny", dtype="float32", device="cpu")
@@ -194,6 +195,9 @@ def test_an_engine_that_makes_fewer_tokens_is_an_error(capsys, monkeypatch, quic
         (["--dtype", "float7"], "float7"),
         (["--profile", "--engines", "generate-16"], "this engine alone"),
         (["--profile", "--engines", "minikv-1", "minikv-2"], "this engine alone"),
+        (["--allocator", "--profile"], "--allocator measures no engine"),
+        (["--allocator", "--simulator"], "--allocator measures no engine"),
+        (["--allocator", "--engines", "minikv-1"], "--allocator measures no engine"),
     ],
 )
 def test_bad_input_is_one_line(capsys, argv, message):
@@ -254,6 +258,92 @@ def test_profile_leaves_the_engine_as_it_was(quick):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llm.model.modules())
     assert "forward" not in vars(llm.model) and "run" not in vars(llm.runner)
     assert llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids == before
+
+
+# -- the allocator --------------------------------------------------------------------------
+
+
+def test_allocator_json_and_table(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(allocator, "SECONDS", 1e-9)
+    file = tmp_path / "out.json"
+    assert bench.main(["--allocator", "--rounds", "2", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    rows = json.loads(file.read_text())["rows"]
+    names = [(engine, n) for engine in ("minikv", "dict and lists") for n in (1_000, 100_000)]
+    assert [(row["engine"], row["num_blocks"]) for row in rows] == names
+    by_name = dict(zip(names, rows, strict=True))
+    for row in rows:
+        for name, unit in (("appends_per_s", 1e6), ("requests_per_s", 1e3)):
+            low, high = row[f"{name}_range"]
+            assert 0 < low <= row[name] <= high and f"{row[name] / unit:.2f} (" in out
+    few, many = by_name["minikv", 1_000], by_name["minikv", 100_000]
+    for name in ("appends_per_s", "requests_per_s"):
+        assert f"{few[name] / many[name]:.2f} " in out.split("time at 100,000 blocks")[1]
+    assert "vllm                             not measured" in out
+
+
+class CountingManager(allocator.DictAndListsManager):
+    num_calls = most_in_use = 0
+
+    def allocate_slots(self, request, num_new_tokens):
+        self.num_calls += 1
+        table = super().allocate_slots(request, num_new_tokens)
+        self.most_in_use = max(self.most_in_use, self.num_blocks - self.num_free_blocks)
+        return table
+
+
+def test_the_allocator_loops_do_what_they_count(monkeypatch):
+    """One pass each, on a clock that goes on by a second at each look."""
+    clock = iter(range(100))
+    monkeypatch.setattr(vllm_allocator.time, "process_time", lambda: next(clock))
+    manager = CountingManager(1_000, 16)
+    rate = vllm_allocator.appends_per_s(manager, allocator._new_request, 1)
+    assert rate == 8 * 1_800 and manager.num_calls == 8 + 8 * 1_800
+    assert manager.most_in_use == 8 * 119  # blocks of 16 for 1,900 tokens
+    assert manager.num_free_blocks == 1_000
+    rate = vllm_allocator.requests_per_s(manager, allocator._new_request, 2)
+    assert rate == 200 and manager.num_calls == 8 + 8 * 1_800 + 2 * 200
+    manager.check()
+
+
+@pytest.mark.parametrize("engine", [PagedKVCacheManager, allocator.DictAndListsManager])
+@pytest.mark.parametrize("loop", ["appends_per_s", "requests_per_s"])
+@pytest.mark.parametrize("num_blocks", [9, 55])  # too few at once, and for eight that grow
+def test_a_manager_that_refuses_is_not_timed(loop, engine, num_blocks):
+    with pytest.raises(RuntimeError, match="refused"):
+        getattr(vllm_allocator, loop)(engine(num_blocks, 16), allocator._new_request, 1e-9)
+
+
+FAKE_VLLM_ALLOCATOR = """#!{python}
+import json, sys
+settings = json.loads(sys.argv[2])
+print("noise")
+print(json.dumps({{n: [[1.0, 20.0], [3.0, 10.0], [2.0, 30.0]] for n in settings["num_blocks"]}}))
+"""
+
+
+def test_vllms_manager_is_timed_in_its_own_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(allocator, "SECONDS", 1e-9)
+    python = tmp_path / "python"
+    python.write_text(FAKE_VLLM_ALLOCATOR.format(python=sys.executable), encoding="utf-8")
+    python.chmod(0o755)
+    rows = [row for row in allocator.speed(1, str(python)) if row["engine"] == "vllm"]
+    assert [row["num_blocks"] for row in rows] == [1_000, 100_000]
+    assert all(row["appends_per_s"] == 2 and row["requests_per_s"] == 20 for row in rows)
+    assert rows[0]["requests_per_s_range"] == [10, 30]
+    python.write_text(f"#!{sys.executable}\nraise SystemExit('no vllm here')\n", encoding="utf-8")
+    with pytest.raises(RuntimeError, match="vLLM's manager failed: no vllm here"):
+        allocator.speed(1, str(python))
+
+
+def test_the_allocator_is_timed_without_torch():
+    code = (
+        "import sys\nfrom minikv import bench\nfrom minikv.bench import allocator\n"
+        "allocator.SECONDS = 1e-9\nassert bench.main(['--allocator', '--rounds', '1']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # -- the machine ----------------------------------------------------------------------------

