@@ -4,7 +4,10 @@ None of them imports torch, touches matplotlib's global settings or keeps a figu
 a `Card` (style.py): it shows itself in a notebook, on its own light background and with alt text.
 """
 
+from minikv.viz.fragmentation import free_extent_histogram, free_vs_largest
 from minikv.viz.house import lines_of_minikv
+from minikv.viz.maps import memory_map, memory_maps
+from minikv.viz.memory import MemoryRecorder, moment
 from minikv.viz.pool import (
     PoolSnapshot,
     Slots,
@@ -14,15 +17,24 @@ from minikv.viz.pool import (
     snapshot,
     token_map,
 )
+from minikv.viz.strips import memory_strip, memory_strips
 from minikv.viz.style import Card, figure
 from minikv.viz.widgets import pool_player
 
 __all__ = [
     "Card",
+    "MemoryRecorder",
     "PoolSnapshot",
     "Slots",
     "figure",
+    "free_extent_histogram",
+    "free_vs_largest",
     "lines_of_minikv",
+    "memory_map",
+    "memory_maps",
+    "memory_strip",
+    "memory_strips",
+    "moment",
     "pool_at_steps",
     "pool_map",
     "pool_over_steps",

@@ -25,8 +25,9 @@ MAX_BLOCK_LINES = 256
 class PoolSnapshot(NamedTuple):
     """What each request held at the end of a step. All tuples and dicts are copies.
 
-    tables: request_id -> block ids. num_live: request_id -> tokens whose keys and values lie in
-    the pool. max_live: request_id -> slots that it can come to use of those it holds.
+    tables: request_id -> block ids (a range, where the manager's table is one). num_live:
+    request_id -> tokens whose keys and values lie in the pool. max_live: request_id -> slots that
+    it can come to use of those it holds.
     """
 
     step: int
@@ -59,7 +60,10 @@ def snapshot(engine, step=None) -> PoolSnapshot:
     step: what to call this moment; the engine's own count of steps, unless given.
     """
     manager, num_live, max_live = engine.manager, {}, {}
-    tables = {request_id: tuple(table) for request_id, table in manager.tables.items()}
+    tables = {
+        request_id: table if isinstance(table, range) else tuple(table)
+        for request_id, table in manager.tables.items()
+    }
     for request_id, table in tables.items():
         request, size = manager.requests.get(request_id), len(table) * manager.block_size
         # A table that was set by hand has no request: all of it counts as reserved.

@@ -1,0 +1,358 @@
+"""The pool as one line of addresses: who holds what, where the gaps are, and who fits in none.
+
+Also what all drawings of memory share: how states look, and which request has which colour.
+"""
+
+import numpy as np
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch, Rectangle
+
+from minikv.viz import pool
+from minikv.viz.memory import ROUNDING, STATES
+from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED
+from minikv.viz.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    RULE,
+    WHITE,
+    colour,
+    figure,
+    ink_on,
+    look,
+    tint,
+)
+
+MEANING = {
+    **{state: pool.MEANING[state] for state in (LIVE, RESERVED, INTERNAL)},
+    ROUNDING: "rounding: the allocator's own",
+    FREE: "free",
+}
+MAX_CELLS = 64  # slots that are drawn and numbered one by one
+MAX_SAMPLES = 1024  # addresses that are looked at to tell neighbours apart
+BAR, POOL_WIDTH = 0.46, 6.9  # inches: height of the pool, and about its width on the page
+CHAR = 0.072  # inches that a letter of a label takes
+LIGHT = tint(MUTED, 0.22)
+
+
+def fill(state, of) -> dict:
+    """How a state looks; pool.fill knows all but one."""
+    if state == ROUNDING:
+        hatch = {"hatch": "-----", "hatchcolor": tint(of, 0.8)}
+        return {"facecolor": WHITE, "edgecolor": "none", "linewidth": 0, **hatch}
+    return pool.fill(state, of)
+
+
+def memory_map(moment, *, colours=None, title=None):
+    """The pool's addresses in one row, the largest gap bracketed, and below it, to the same scale,
+    the first request in line and the free slots as if they lay together.
+
+    Returns (figure, what it drew: {"gap": (start, slots), "free", "needed", "short": slots that
+    the largest gap lacks, "request", "verdict"}); what there is none of is None, and needed 0.
+    """
+    drawn = _facts(moment)
+    needed, free = drawn["needed"], drawn["free"]
+    colours = colours or colours_of([moment])
+    card, ax = figure(8, 2.55 if needed else 1.6, alt=_alt(moment, drawn))
+    with look():
+        draw_pool(ax, moment, 0.0, BAR, colours)
+        rows = [(BAR / 2, "the pool")]
+        bottom = BAR + 0.12
+        if moment.one_piece and drawn["gap"]:
+            _bracket(ax, *drawn["gap"], -0.09, moment.num_slots)
+        if needed:
+            _draw_waiting(ax, moment, drawn, 0.83)
+            rows += [(0.83 + 0.16, "needed"), (1.32 + 0.16, "free, in sum")]
+            _draw_gathered(ax, moment, _place(moment, drawn, free), 1.32)
+            bottom = 1.7
+        _frame(ax, moment, rows, -0.4 if moment.one_piece else -0.08, bottom)
+        _ticks(ax, moment, BAR)
+        card.suptitle(title or drawn["verdict"], x=0.012, ha="left", fontsize=10, weight="bold")
+        legend(card, moment.runs, colours)
+    return card, drawn
+
+
+def memory_maps(moments, *, colours=None, title=None):
+    """Several moments as rows below each other. moments: [(label, Moment)], over one pool size.
+    Returns (figure, [what memory_map says of each])."""
+    drawn = [_facts(moment) for _, moment in moments]
+    colours = colours or colours_of([moment for _, moment in moments])
+    alt = " ".join(f"{label}: {_alt(m, d)}" for (label, m), d in zip(moments, drawn, strict=True))
+    pitch = 0.82
+    card, ax = figure(8, (0.9 if title else 0.6) + pitch * len(moments), alt=alt)
+    with look():
+        rows = []
+        for i, ((label, moment), facts) in enumerate(zip(moments, drawn, strict=True)):
+            top = i * pitch
+            draw_pool(ax, moment, top, 0.36, colours)
+            ax.text(0, top - 0.05, facts["verdict"], fontsize=7.5, color=MUTED, va="bottom")
+            rows.append((top + 0.18, label))
+            if moment.one_piece and facts["gap"]:
+                _bracket(ax, *facts["gap"], top + 0.36 + 0.05, moment.num_slots, below=True)
+        _frame(ax, moments[0][1], rows, -0.25, pitch * len(moments) - 0.2)
+        if title:
+            card.suptitle(title, x=0.012, ha="left", fontsize=10, weight="bold")
+        legend(card, [run for _, moment in moments for run in moment.runs], colours)
+    return card, drawn
+
+
+# --- what it says ------------------------------------------------------------------------------
+
+
+def _facts(moment):
+    gap = moment.largest_gap
+    request, needed = moment.waiting[0] if moment.waiting else (None, 0)
+    most = moment.largest_free_slots if moment.one_piece else moment.free_slots
+    return {
+        "gap": (gap.start_slot, gap.num_slots) if gap else None,
+        "free": moment.free_slots,
+        "needed": needed,
+        "short": max(0, needed - most),
+        "request": request,
+        "verdict": verdict(moment),
+    }
+
+
+def verdict(moment) -> str:
+    """What the first in line needs against what there is, in one plain sentence."""
+    free, largest, pieces = moment.free_slots, moment.largest_free_slots, len(moment.free)
+    if not moment.waiting:
+        share = f"{free:,} of {moment.num_slots:,} slots are free"
+        gaps = f"the largest gap is {largest:,}" if moment.one_piece else f"in {pieces} pieces"
+        return f"{share}; {gaps}" if free else "no slot is free"
+    request, needed = moment.waiting[0]
+    start = f"{request!r} needs {needed:,} slots; {free:,} are free"
+    if needed > free:
+        return f"{start}: too little memory"
+    if not moment.one_piece:
+        return f"{start}, in {pieces} pieces, and any will do: it fits"
+    fits = "it fits" if needed <= largest else "it waits"
+    return f"{start}; the largest gap is {largest:,}: {fits}"
+
+
+def _alt(moment, drawn):
+    held = len(moment.owners)
+    return (
+        f"The pool of {moment.num_slots:,} slots at {moment.time_s:,.1f} s: {held} requests hold "
+        f"{moment.num_slots - drawn['free']:,} slots; {drawn['free']:,} are free, in "
+        f"{len(moment.free)} pieces, the largest of {moment.largest_free_slots:,}. "
+        f"{drawn['verdict']}."
+    )
+
+
+# --- colours -----------------------------------------------------------------------------------
+
+
+def owner_index(moments) -> dict:
+    """{request_id: number} in the order of appearance."""
+    names = dict.fromkeys(run.owner for moment in moments for run in moment.runs)
+    names.pop(None, None)
+    return {name: i for i, name in enumerate(names)}
+
+
+def sample(moment, slots, index):
+    """(owners, states) at these slots: arrays of numbers, -1 for a free slot."""
+    starts = [run.start_slot for run in moment.runs]
+    owners = np.array([-1 if r.owner is None else index[r.owner] for r in moment.runs])
+    states = np.array([-1 if r.state == FREE else STATES.index(r.state) for r in moment.runs])
+    at = np.searchsorted(starts, slots, side="right") - 1
+    return owners[at], states[at]
+
+
+def colours_of(moments) -> dict:
+    """{request_id: colour}. There are five colours and any number of requests: one takes that
+    which meets its like least, beside it in memory or before and after it in time."""
+    index = owner_index(moments)
+    num_slots, num_owners = moments[0].num_slots, len(index)
+    slots = np.arange(num_slots) if num_slots <= MAX_SAMPLES else (
+        np.linspace(0, num_slots - 1, MAX_SAMPLES).astype(int)
+    )  # fmt: skip
+    grid = np.array([sample(moment, slots, index)[0] for moment in moments])
+    meetings = [{} for _ in range(num_owners)]
+    for axis in (0, 1):
+        filled = _fill_free(grid, axis)  # those with only a gap between them are neighbours, too
+        a, b = (filled[:-1], filled[1:]) if axis == 0 else (filled[:, :-1], filled[:, 1:])
+        meet = (a != b) & (a >= 0) & (b >= 0)
+        pairs, counts = np.unique(a[meet] * num_owners + b[meet], return_counts=True)
+        for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
+            one, other = divmod(pair, num_owners)
+            meetings[one][other] = meetings[one].get(other, 0) + count
+            meetings[other][one] = meetings[other].get(one, 0) + count
+    chosen, uses = [], [0] * len(COLOURS)
+    for number in range(num_owners):
+        clash = [0] * len(COLOURS)
+        for other, count in meetings[number].items():
+            if other < number:
+                clash[chosen[other]] += count
+        best = min(range(len(COLOURS)), key=lambda c: (clash[c], uses[c], c))
+        uses[best] += 1
+        chosen.append(best)
+    return {name: colour(chosen[i]) for name, i in index.items()}
+
+
+def _fill_free(grid, axis):
+    """Each free place as the last one before it that is held, along an axis."""
+    shape = [-1 if axis == k else 1 for k in (0, 1)]
+    place = np.where(grid >= 0, np.arange(grid.shape[axis]).reshape(shape), 0)
+    return np.take_along_axis(grid, np.maximum.accumulate(place, axis=axis), axis=axis)
+
+
+# --- the parts ---------------------------------------------------------------------------------
+
+
+def draw_pool(ax, moment, top, height, colours):
+    """The row of addresses, y growing downwards, in inches; x in slots."""
+    num_slots = moment.num_slots
+    per_inch = num_slots / POOL_WIDTH
+    ax.add_patch(Rectangle((0, top), num_slots, height, facecolor=WHITE, edgecolor="none"))
+    spans = []  # neighbouring runs of one owner: [owner, start, end, slots of the first run]
+    for run in moment.runs:
+        if run.state == FREE:
+            text = f"{run.num_slots:,}"
+            if run.num_slots > (len(text) + 1) * CHAR * per_inch and num_slots > MAX_CELLS:
+                _text(ax, run.start_slot + run.num_slots / 2, top + height / 2, text, MUTED)
+            continue
+        style = fill(run.state, colours[run.owner])
+        ax.add_patch(Rectangle((run.start_slot, top), run.num_slots, height, **style))
+        if spans and spans[-1][0] == run.owner and spans[-1][2] == run.start_slot:
+            spans[-1][2] += run.num_slots
+        else:
+            end = run.start_slot + run.num_slots
+            spans.append([run.owner, run.start_slot, end, run.num_slots])
+    if num_slots <= MAX_CELLS:
+        ax.vlines(range(1, num_slots), top, top + height, color=RULE, linewidth=0.5)
+    for owner, start, end, first in spans:
+        if end - start > 0.03 * per_inch:
+            edge = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.7}
+            ax.add_patch(Rectangle((start, top), end - start, height, **edge))
+        width = (len(owner) + 1) * CHAR * per_inch
+        if end - start > width:
+            of = colours[owner]
+            x = start + (first if first > width else end - start) / 2
+            box = {"boxstyle": "square,pad=0.15", "facecolor": of, "edgecolor": "none"}
+            _text(ax, x, top + height / 2, owner, ink_on(of), bbox=box, fontweight="bold")
+    outline = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.9}
+    ax.add_patch(Rectangle((0, top), num_slots, height, **outline))
+
+
+def _bracket(ax, start, num_slots, y, pool_slots, below=False):
+    """Over (or under) the largest gap, with its size."""
+    tick = -0.06 if below else 0.06
+    x = [start, start, start + num_slots, start + num_slots]
+    ax.plot(x, [y + tick if not below else y - 0.03, y, y, y + tick if not below else y - 0.03],
+            color=INK, linewidth=1.1, solid_capstyle="butt", clip_on=False)  # fmt: skip
+    text = f"largest gap: {num_slots:,}"
+    half = len(text) * CHAR * 0.5 * pool_slots / POOL_WIDTH
+    middle = min(max(start + num_slots / 2, half), pool_slots - half)
+    align = {"va": "top"} if below else {"va": "bottom"}
+    size = 7.5 if below else 8.5
+    ax.text(middle, y + (0.03 if below else -0.04), text, ha="center", fontsize=size, **align)
+
+
+def _place(moment, drawn, num_slots):
+    """Where a bar of that many slots begins: with the largest gap, so that it sticks out to the
+    right of it; where the pool ends before, it sticks out to the left."""
+    if not (drawn["gap"] and moment.one_piece):
+        return 0
+    start, gap = drawn["gap"]
+    if start + num_slots <= moment.num_slots:
+        return start
+    return max(0, start + gap - num_slots)
+
+
+def _draw_waiting(ax, moment, drawn, top):
+    """The request in line, held against the largest gap: what does not go in is dark."""
+    needed, short, height = drawn["needed"], drawn["short"], 0.32
+    start, fits = _place(moment, drawn, needed), needed - short
+    to_the_left = drawn["gap"] and moment.one_piece and start < drawn["gap"][0]
+    light = start + short if to_the_left else start
+    edge = {"edgecolor": INK, "linewidth": 0.9}
+    ax.add_patch(Rectangle((light, top), fits, height, facecolor=LIGHT, **edge))
+    if short:
+        dark = start if to_the_left else start + fits
+        ax.add_patch(Rectangle((dark, top), short, height, facecolor=INK, **edge))
+        text = f"{short:,} too {'long' if moment.one_piece and needed <= drawn['free'] else 'many'}"
+        _label(ax, dark, dark + short, top, text, WHITE, moment, to_the_left)
+    name = f"{drawn['request']}: {needed:,}"
+    if fits > (len(name) + 1) * CHAR * moment.num_slots / POOL_WIDTH:
+        _text(ax, light + fits / 2, top + height / 2, name, INK, fontweight="bold")
+    if drawn["gap"] and moment.one_piece:
+        for x in (drawn["gap"][0], sum(drawn["gap"])):
+            ax.plot([x, x], [BAR, top], color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+
+
+def _draw_gathered(ax, moment, start, top):
+    height, x = 0.32, start
+    outline = {"facecolor": WHITE, "edgecolor": INK, "linewidth": 0.9}
+    ax.add_patch(Rectangle((start, top), moment.free_slots, height, **outline))
+    apart = moment.free_slots > 0.05 * len(moment.free) * moment.num_slots / POOL_WIDTH
+    for run in moment.free[:-1] if apart else ():  # where the pieces meet
+        x += run.num_slots
+        ax.plot([x, x], [top, top + height], color=RULE, linewidth=0.8)
+    _label(ax, start, start + moment.free_slots, top, f"{moment.free_slots:,}", INK, moment)
+
+
+def _label(ax, start, end, top, text, ink, moment, to_the_left=False):
+    """In the middle of a bar if there is room, else beside it."""
+    width = (len(text) + 1) * CHAR * moment.num_slots / POOL_WIDTH
+    y = top + 0.16
+    if end - start > width:
+        box = {"boxstyle": "square,pad=0.1", "facecolor": INK if ink == WHITE else WHITE,
+               "edgecolor": "none"}  # fmt: skip
+        _text(ax, (start + end) / 2, y, text, ink, bbox=box)
+    elif end + width < moment.num_slots and not to_the_left:
+        _text(ax, end, y, " " + text, INK, ha="left")
+    else:
+        _text(ax, start, y, text + " ", INK, ha="right")
+
+
+def _text(ax, x, y, text, ink, **options):
+    options = {"ha": "center", "va": "center", "fontsize": 8} | options
+    ax.text(x, y, text, color=ink, parse_math=False, **options)
+
+
+def _frame(ax, moment, rows, top, bottom):
+    edge = moment.num_slots * 0.004
+    ax.set(xlim=(-edge, moment.num_slots + edge), ylim=(bottom, top), xticks=[])
+    ax.set_yticks([y for y, _ in rows], [label for _, label in rows])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
+def _ticks(ax, moment, y):
+    num_slots = moment.num_slots
+    if num_slots <= MAX_CELLS:
+        every = next(n for n in (1, 2, 4, 8) if num_slots / n <= 32)
+        places = [(i + 0.5, i) for i in range(0, num_slots, every)]
+    else:
+        every = nice_step(num_slots, 6)
+        places = [(i, f"{i:,}") for i in range(0, num_slots + 1, every)]
+        if num_slots - places[-1][0] > every / 2:
+            places.append((num_slots, f"{num_slots:,}"))
+        ax.vlines([x for x, _ in places], y, y + 0.05, color=INK, linewidth=0.8)
+    for x, text in places:
+        _text(ax, x, y + 0.06, text, MUTED, va="top", fontsize=7)
+
+
+def nice_step(total, count):
+    """A round step that cuts total into at most count pieces."""
+    step = 1
+    while total / step > count:
+        step = step * 5 // 2 if str(step)[0] == "2" else step * 2
+    return step
+
+
+def legend(card, runs, colours, more=()):
+    """The states that occur, each in the first requests' colours. more: handles of other things."""
+    shown = list(dict.fromkeys(colours.values()))[:3] or [MUTED]
+    states = [s for s in MEANING if s == FREE or any(run.state == s for run in runs)]
+    edge = {"edgecolor": INK, "linewidth": 0.6}
+    swatches = [tuple(Patch(**fill(s, of) | edge) for of in shown) for s in states]
+    card.legend(
+        handles=[*swatches, *more],
+        labels=[*(MEANING[s] for s in states), *(handle.get_label() for handle in more)],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="outside lower center",
+        ncols=len(swatches) + len(more) if len(swatches) + len(more) <= 4 else 3,
+        columnspacing=1.2,
+    )

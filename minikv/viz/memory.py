@@ -1,0 +1,221 @@
+"""A recording of the pool's memory over time, small enough for an hour of traffic.
+
+A moment is plain data: runs of slots alike, in the order of their addresses, and what waits for
+room. The figures (maps, strips, fragmentation) are functions of it alone.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from minikv.kv_cache.base import cdiv
+from minikv.request import require_int, require_number
+from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, snapshot
+
+ROUNDING = "rounding"
+STATES = (LIVE, RESERVED, INTERNAL, ROUNDING)  # of slots that somebody holds
+MAX_WAITING = 4  # of the requests in line, so many are written down
+
+
+class Run(NamedTuple):
+    """Slots start_slot to start_slot + num_slots - 1, alike. owner: a request_id, None if free.
+    state: one of STATES, or FREE, in MemoryReport's words."""
+
+    start_slot: int
+    num_slots: int
+    owner: str | None
+    state: str
+
+
+class Waiting(NamedTuple):
+    """needed_slots: what the manager's policy asks for, before the request may start."""
+
+    request_id: str
+    needed_slots: int
+
+
+class Moment(NamedTuple):
+    """The pool at one time.
+
+    runs: they cover it, in address order; neighbours differ in owner or state, or are free and
+        the allocator holds them apart (buddies).
+    one_piece: whether a request's slots have to lie side by side (its table is a range).
+    waiting: the first few in line. num_waiting: all of them.
+    """
+
+    time_s: float
+    step: int
+    block_size: int
+    one_piece: bool
+    runs: tuple
+    waiting: tuple = ()
+    num_waiting: int = 0
+    num_running: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        return self.runs[-1].start_slot + self.runs[-1].num_slots
+
+    @property
+    def free(self) -> list[Run]:
+        return [run for run in self.runs if run.state == FREE]
+
+    @property
+    def free_slots(self) -> int:
+        return sum(run.num_slots for run in self.runs if run.state == FREE)
+
+    @property
+    def largest_gap(self) -> Run | None:
+        """The longest free run, the first of them; None where nothing is free."""
+        return max(self.free, key=lambda run: run.num_slots, default=None)
+
+    @property
+    def largest_free_slots(self) -> int:
+        return max((run.num_slots for run in self.runs if run.state == FREE), default=0)
+
+    def count(self, state, owner=None) -> int:
+        return sum(r.num_slots for r in self.runs if r.state == state and owner in (None, r.owner))
+
+    @property
+    def owners(self) -> list[str]:
+        """Those that hold slots, in the order of their lowest address."""
+        return list(dict.fromkeys(r.owner for r in self.runs if r.owner is not None))
+
+
+class Recording(NamedTuple):
+    """moments: in order of time. refusals: the moment in the middle of a step when a request was
+    refused at its first attempt, for each of them; its `waiting[0]` is the refused one."""
+
+    moments: tuple
+    refusals: tuple = ()
+
+    @property
+    def num_slots(self) -> int:
+        return self.moments[0].num_slots
+
+
+def enough_in_sum(refusal) -> bool:
+    """Whether the free slots would have been enough for the refused, lying together."""
+    return refusal.waiting[0].needed_slots <= refusal.free_slots
+
+
+class MemoryRecorder:
+    """Notes the pool of an EngineCore (`llm.core`, a simulation's `core`) after its steps, and
+    every request that is refused at its first attempt.
+
+        recorder = MemoryRecorder(simulation.core, every_s=10)
+        simulation.run(requests, on_step=recorder)
+        memory_strip(recorder.recording)
+
+    In a loop of your own, call `recorder()` after each step. every_s: seconds of the engine's
+    clock between moments at least; 0 notes every step. max_rows: with more moments than that every
+    second one is dropped and every_s grows, so that a run of any length stays small.
+
+    Raises TypeError or ValueError for an every_s below 0 and for max_rows below 2.
+    """
+
+    def __init__(self, core, *, every_s=0.0, max_rows=1000):
+        self.core = core
+        self.every_s = require_number("every_s", every_s, at_least=0)
+        self.max_rows = require_int("max_rows", max_rows, at_least=2)
+        self.moments, self.refusals = [], []
+        self._tried = set()
+        self._watch(core.manager)
+
+    @property
+    def recording(self) -> Recording:
+        return Recording(tuple(self.moments), tuple(self.refusals))
+
+    def __call__(self, core=None):
+        now = self.core.clock.now()
+        if self.moments and now < self.moments[-1].time_s + self.every_s:
+            return
+        self.moments.append(moment(self.core))
+        if len(self.moments) > self.max_rows:
+            span = now - self.moments[0].time_s
+            self.every_s = 2 * max(self.every_s, span / len(self.moments))
+            self.moments = self.moments[::2]
+
+    def _watch(self, manager):
+        """A refusal is seen where it happens: when the step has ended, others have left."""
+        allocate_slots = manager.allocate_slots
+
+        @functools.wraps(allocate_slots)
+        def watched(request, *args, **options):
+            table = allocate_slots(request, *args, **options)
+            if table is None and request.request_id not in self._tried:
+                self._tried.add(request.request_id)
+                if request.first_scheduled_time is None:  # it never ran: not a preempted one
+                    self.refusals.append(moment(self.core, [request]))
+            return table
+
+        manager.allocate_slots = watched
+
+
+def moment(core, in_line=None) -> Moment:
+    """The pool of an EngineCore as it is now. in_line: the requests that wait; those of its
+    scheduler, unless given."""
+    manager, scheduler = core.manager, core.scheduler
+    in_line = scheduler.waiting if in_line is None else in_line
+    snap = snapshot(core)
+    cuts = ()
+    if hasattr(manager, "allocator"):  # free neighbours that a buddy allocator cannot join
+        cuts = [extent.start * manager.block_size for extent in manager.allocator.extents()]
+    return Moment(
+        time_s=core.clock.now(),
+        step=snap.step,
+        block_size=snap.block_size,
+        one_piece=all(isinstance(table, range) for table in manager.tables.values()),
+        runs=tuple(runs_of(snap, cuts)),
+        waiting=tuple(
+            Waiting(request.request_id, needed_slots(manager, request))
+            for request, _ in zip(in_line, range(MAX_WAITING), strict=False)
+        ),
+        num_waiting=len(in_line),
+        num_running=len(scheduler.running),
+    )
+
+
+def needed_slots(manager, request) -> int:
+    """Slots that the request has to be given before it may start, by the manager's policy; for a
+    manager that takes blocks as they are needed, those of all tokens that it knows."""
+    num_blocks = cdiv(request.num_tokens, manager.block_size)
+    if hasattr(manager, "num_blocks_for"):  # ContiguousKVCacheManager, or who is asked likewise
+        num_blocks = manager.num_blocks_for(request, request.num_tokens)
+    if hasattr(manager, "allocator"):
+        num_blocks = manager.allocator.round_up(num_blocks)
+    return num_blocks * manager.block_size
+
+
+def runs_of(snap, cuts=()) -> list[Run]:
+    """The pool of a PoolSnapshot as runs. A slot that stands in several tables counts once: as
+    live if it is so for any of them, and for the first table otherwise. cuts: slots where a run
+    begins, whatever lies before it."""
+    size, names = snap.block_size, list(snap.tables)
+    codes = np.full(snap.num_blocks * size, -1)  # owner's index * 4 + state's
+    for live_pass in (False, True):
+        for index in range(len(names) - 1, -1, -1):
+            table = snap.tables[names[index]]
+            ends = [snap.num_live[names[index]], snap.max_live[names[index]], len(table) * size]
+            slots = _slots_of(table, size)
+            for state, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                if (state == 0) == live_pass and end > start:
+                    codes[slots(start, end)] = len(STATES) * index + state
+    starts = sorted({0, *cuts, *(np.flatnonzero(np.diff(codes)) + 1).tolist()})
+    runs = []
+    for start, end, code in zip(
+        starts, [*starts[1:], len(codes)], codes[starts].tolist(), strict=True
+    ):
+        owner, state = divmod(code, len(STATES))
+        held = (names[owner], STATES[state]) if code >= 0 else (None, FREE)
+        runs.append(Run(start, end - start, *held))
+    return runs
+
+
+def _slots_of(table, size):
+    """A function from token positions [start, end) to an index into the pool's slots."""
+    if isinstance(table, range) and table.step == 1:
+        return lambda start, end: slice(table.start * size + start, table.start * size + end)
+    slots = (np.asarray(table, int)[:, None] * size + np.arange(size)).ravel()
+    return lambda start, end: slots[start:end]

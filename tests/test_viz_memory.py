@@ -1,0 +1,411 @@
+"""Memory over time: what is recorded is what the manager holds, what is drawn is what was recorded,
+and it reads in greyscale."""
+
+import itertools
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from minikv.kv_cache.base import KVCacheManager, cdiv
+from minikv.request import Request
+from minikv.scheduler import Scheduler
+from minikv.simulator import Simulation, StepTime
+from minikv.specs import find_gpu, find_model
+from minikv.viz import fragmentation, maps, memory, pool, strips, style
+
+STATES = {"": "live", "'": "reserved", "_": "internal", "~": "rounding"}
+
+
+def hand(cells, needed=0, *, time_s=0.0, one_piece=True):
+    """A moment from a picture: "a a a' . . b b_": who holds each slot, and how; . is free."""
+    slots = [(c[0], STATES[c[1:]]) if c != "." else (None, "free") for c in cells.split()]
+    runs, start = [], 0
+    for (owner, state), group in itertools.groupby(slots):
+        size = len(list(group))
+        runs.append(memory.Run(start, size, owner, state))
+        start += size
+    waiting = (memory.Waiting("w", needed),) if needed else ()
+    return memory.Moment(time_s, 1, 1, one_piece, tuple(runs), waiting, len(waiting), 2)
+
+
+TEN = "a a . . c c c' . . e"
+
+
+class FirstFit(KVCacheManager):
+    """Exact reservation in one piece, at the lowest place: slow and plain."""
+
+    def num_blocks_for(self, request, num_tokens):
+        return cdiv(request.max_kv_tokens, self.block_size)
+
+    def allocate_slots(self, request, num_new_tokens):
+        if request.request_id in self.tables:
+            return self.tables[request.request_id]
+        size, start = self.num_blocks_for(request, num_new_tokens), 0
+        for table in sorted(self.tables.values(), key=lambda table: table.start):
+            if table.start - start >= size:
+                break
+            start = table.stop
+        if start + size > self.num_blocks:
+            return None
+        return self.set_table(request, range(start, start + size))
+
+    def free(self, request):
+        self.drop_table(request)
+
+
+class Scattered(KVCacheManager):
+    """A block at a time, the highest free one first, every second one first of all."""
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = list(self.tables.get(request.request_id, ()))
+        wanted = cdiv(request.num_computed_tokens + num_new_tokens, self.block_size) - len(table)
+        held = {block for other in self.tables.values() for block in other}
+        free = [b for b in range(self.num_blocks) if b not in held]
+        free.sort(key=lambda b: (b % 2, -b))
+        if wanted > len(free):
+            return None
+        return self.set_table(request, table + free[: max(0, wanted)])
+
+    def free(self, request):
+        self.drop_table(request)
+
+
+def simulation(manager, **limits):
+    step_time = StepTime(find_model("opt-13b"), find_gpu("A100-40G"))
+    return Simulation(Scheduler(manager, **limits), step_time)
+
+
+def record(manager, lengths, **options):
+    """(recorder, snapshots after each step, reports): requests r0, r1... all there at the start."""
+    run = simulation(manager)
+    recorder = memory.MemoryRecorder(run.core, **options)
+    snapshots, reports = [], []
+
+    def on_step(core):
+        recorder(core)
+        snapshots.append(pool.snapshot(core))
+        reports.append(core.manager.report())
+
+    requests = [
+        Request(f"r{i}", num_prompt_tokens=prompt, max_tokens=output)
+        for i, (prompt, output) in enumerate(lengths)
+    ]
+    run.run(requests, on_step=on_step)
+    return recorder, snapshots, reports
+
+
+LENGTHS = [(5, 4), (9, 8), (3, 2), (12, 3), (4, 9), (14, 2), (2, 7)]
+
+
+# --- the recording -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [FirstFit, Scattered], ids=["one-piece", "scattered"])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_moment_agrees_with_the_snapshot_slot_by_slot(kind, block_size):
+    recorder, snapshots, reports = record(kind(32 // block_size, block_size), LENGTHS)
+    assert len(recorder.moments) == len(snapshots) > 10
+    for moment, snap, report in zip(recorder.moments, snapshots, reports, strict=True):
+        slots = pool.slots_of(snap)
+        owners = [run.owner for run in moment.runs for _ in range(run.num_slots)]
+        states = [run.state for run in moment.runs for _ in range(run.num_slots)]
+        assert (tuple(states), tuple(owners)) == slots
+        starts = [run.start_slot for run in moment.runs]
+        assert starts == list(
+            itertools.accumulate([r.num_slots for r in moment.runs[:-1]], initial=0)
+        )
+        assert all(a[2:] != b[2:] for a, b in itertools.pairwise(moment.runs))  # runs are merged
+        assert (moment.free_slots, moment.num_slots) == (report.free, 32)
+        assert moment.one_piece == (kind is FirstFit or not snap.tables)
+
+
+def test_a_shared_block_counts_once_and_as_live():
+    snap = pool.PoolSnapshot(
+        3, 6, 2, {"a": (4, 1), "b": (4, 0)}, {"a": 1, "b": 4}, {"a": 2, "b": 4}
+    )
+    assert memory.runs_of(snap) == [
+        memory.Run(0, 2, "b", "live"),
+        memory.Run(2, 2, "a", "internal"),
+        memory.Run(4, 4, None, "free"),
+        memory.Run(8, 1, "a", "live"),
+        memory.Run(9, 1, "b", "live"),
+        memory.Run(10, 2, None, "free"),
+    ]
+
+
+def test_a_refusal_is_the_state_in_the_middle_of_the_step():
+    """r2 is refused while r0 still holds its slots; at the end of that step r0 has left."""
+    recorder, *_ = record(FirstFit(10, 1), [(3, 1), (4, 4), (5, 1)])
+    (refusal,) = recorder.refusals
+    assert refusal.waiting == (memory.Waiting("r2", 5),)
+    assert [run[1:3] for run in refusal.runs] == [(3, "r0"), (7, "r1")]
+    assert refusal.free_slots == 0 and not memory.enough_in_sum(refusal)
+    assert recorder.moments[0].owners == ["r1"]
+
+
+def test_who_is_refused_again_or_steps_back_is_no_first_attempt():
+    recorder, *_ = record(Scattered(10, 1), [(4, 6), (4, 6), (8, 2)])
+    assert recorder.core.scheduler.num_preemptions > 0
+    assert [r.waiting[0].request_id for r in recorder.refusals] == ["r2"]
+
+
+def test_a_long_recording_stays_small_and_even():
+    recorder, snapshots, _ = record(FirstFit(400, 1), [(20, 300)], max_rows=16)
+    assert len(snapshots) == 300 and 8 <= len(recorder.moments) <= 16
+    gaps = np.diff([moment.time_s for moment in recorder.moments])
+    assert gaps[:-1].max() < 1.5 * gaps[:-1].min()
+    assert recorder.moments[0].step == 1 and recorder.moments[-1].step > 250
+
+
+def test_moments_lie_every_s_apart():
+    recorder, snapshots, _ = record(FirstFit(400, 1), [(20, 300)], every_s=0.5)
+    assert len(recorder.moments) < len(snapshots) / 5
+    assert np.diff([moment.time_s for moment in recorder.moments]).min() >= 0.5
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"every_s": -1}, "every_s is -1.0"),
+        ({"max_rows": 1}, "max_rows is 1, but must be at least"),
+    ],
+    ids=["every_s", "max_rows"],
+)
+def test_a_recorder_refuses_bad_limits(options, message):
+    with pytest.raises(ValueError, match=message):
+        memory.MemoryRecorder(simulation(FirstFit(4, 1)).core, **options)
+
+
+# --- the map -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cells, needed, one_piece, expected",
+    [
+        (TEN, 3, True, "'w' needs 3 slots; 4 are free; the largest gap is 2: it waits"),
+        (TEN, 2, True, "'w' needs 2 slots; 4 are free; the largest gap is 2: it fits"),
+        (TEN, 5, True, "'w' needs 5 slots; 4 are free: too little memory"),
+        (TEN, 3, False, "'w' needs 3 slots; 4 are free, in 2 pieces, and any will do: it fits"),
+        (TEN, 0, True, "4 of 10 slots are free; the largest gap is 2"),
+        ("a a", 0, True, "no slot is free"),
+    ],
+    ids=["fragmented", "fits", "too-little", "paged", "nobody", "full"],
+)
+def test_the_verdict(cells, needed, one_piece, expected):
+    card, drawn = maps.memory_map(hand(cells, needed, one_piece=one_piece))
+    assert drawn["verdict"] == expected == card._suptitle.get_text()
+    assert expected in card.alt and card.png()
+
+
+def test_the_map_returns_what_it_drew():
+    _, drawn = maps.memory_map(hand(TEN, 3))
+    assert (drawn["gap"], drawn["free"], drawn["needed"], drawn["short"]) == ((2, 2), 4, 3, 1)
+    assert maps.memory_map(hand(TEN, 3, one_piece=False))[1]["short"] == 0
+    assert maps.memory_map(hand("a a b", 3))[1]["gap"] is None
+
+
+def rectangles(card, face):
+    """(x, width) of the rectangles of a colour, from left to right."""
+    found = [p for p in card.axes[0].patches if to_hex(p.get_facecolor()) == face.lower()]
+    return sorted((p.get_x(), p.get_width()) for p in found)
+
+
+def test_the_waiting_request_is_drawn_to_the_pools_scale():
+    card, _ = maps.memory_map(hand(TEN, 3))
+    assert rectangles(card, maps.LIGHT) == [(2, 2)]  # as far as the gap goes
+    assert rectangles(card, style.INK) == [(4, 1)]  # and beyond it
+    card, _ = maps.memory_map(hand("a . b b b c c . . .", 4))  # no room to the right of the gap
+    assert rectangles(card, maps.LIGHT) == [(7, 3)] and rectangles(card, style.INK) == [(6, 1)]
+
+
+def test_the_drawn_runs_are_the_data():
+    card, _ = maps.memory_map(hand("a a a' . b_ b~ . ."))
+    drawn = {}
+    for patch in card.axes[0].patches:
+        hatch = patch.get_hatch() or ""
+        state = {"/": "reserved", ".": "internal", "-": "rounding"}.get(hatch[:1])
+        if state or to_hex(patch.get_facecolor()) in [c.lower() for c in style.COLOURS]:
+            drawn[patch.get_x()] = (state or "live", patch.get_width())
+    assert drawn == {0: ("live", 2), 2: ("reserved", 1), 4: ("internal", 1), 5: ("rounding", 1)}
+
+
+def test_maps_draw_each_moment():
+    moments = [("before", hand("a a b b . .")), ("after", hand("a a . . . .", 5))]
+    card, drawn = maps.memory_maps(moments, title="b leaves")
+    assert [d["gap"] for d in drawn] == [(4, 2), (2, 4)]
+    assert "after: " in card.alt and "needs 5 slots" in card.alt and card.png()
+
+
+def test_no_label_of_the_map_is_clipped_or_overlaps():
+    long = memory.Moment(0.0, 1, 1, True, (
+        memory.Run(0, 9000, "a-request-with-a-long-name", "live"),
+        memory.Run(9000, 3000, None, "free"),
+        memory.Run(12000, 3700, "another-long-name-42", "live"),
+    ), (memory.Waiting("long-12", 3500),), 1, 2)  # fmt: skip
+    for moment in (long, hand(TEN, 3), hand(TEN, 9), hand(". a . .", 1)):
+        card, _ = maps.memory_map(moment)
+        with style.look():
+            card.draw_without_rendering()  # lays it out
+        texts = [card._suptitle, *card.axes[0].texts, *card.axes[0].get_yticklabels()]
+        boxes = {text.get_text(): text.get_window_extent() for text in texts}
+        for text, box in boxes.items():
+            assert 0 <= box.x0 < box.x1 <= card.bbox.x1 and box.y1 <= card.bbox.y1, text
+        for (one, a), (other, b) in itertools.combinations(boxes.items(), 2):
+            assert not a.overlaps(b), (one, other)
+
+
+# --- colours -----------------------------------------------------------------------------------
+
+
+def test_neighbours_in_memory_and_in_time_differ_in_colour():
+    recorder, *_ = record(FirstFit(60, 1), [(3 + i % 7, 2 + 5 * i % 11) for i in range(80)])
+    colours = maps.colours_of(recorder.moments)
+    assert len(colours) == 80 and set(colours.values()) == set(style.COLOURS)
+    for moment in recorder.moments:
+        held = [run.owner for run in moment.runs if run.owner]
+        for a, b in itertools.pairwise(held):
+            assert a == b or colours[a] != colours[b]
+
+
+# --- the strip ---------------------------------------------------------------------------------
+
+
+def recording(*rows, refusals=()):
+    moments = [hand(row, time_s=float(i)) for i, row in enumerate(rows)]
+    return memory.Recording((*moments, moments[-1]._replace(time_s=float(len(rows)))), refusals)
+
+
+ROWS = ("a a a' .", "a a a .", "b b_ . .")
+
+
+def test_the_strip_shows_each_slot_at_each_time():
+    strip = strips.strip_of(recording(*ROWS), 4, 3)
+    assert strip.names == ("a", "b") and strip.slots == (0, 1, 2, 3)
+    assert strip.times == (0.5, 1.5, 2.5)
+    assert strip.owners.tolist() == [[0, 0, 1], [0, 0, 1], [0, 0, -1], [-1, -1, -1]]
+    assert strip.states.tolist() == [[0, 0, 0], [0, 0, 2], [1, 0, -1], [-1, -1, -1]]
+
+
+def test_the_strip_is_drawn_as_it_says():
+    """Every point: its colour is the owner's, free is white, what is only reserved is lighter."""
+    card, strip = strips.memory_strip(recording(*ROWS))
+    (image,) = card.axes[0].images
+    assert np.array_equal(image.get_array(), strip.image) and image.origin == "lower"
+    assert tuple(image.get_extent()) == (0, 3, 0, 4)
+    colours = maps.colours_of(recording(*ROWS).moments)
+    assert (strip.image[strip.owners < 0] == 1).all()
+    for number, name in enumerate(strip.names):
+        live = strip.image[(strip.owners == number) & (strip.states == 0)]
+        assert {to_hex(point) for point in live} == {colours[name].lower()}
+        held = strip.image[(strip.owners == number) & (strip.states > 0)]
+        lightness = np.mean([style.lightness(to_hex(point)) for point in held])
+        assert style.lightness(colours[name]) + 10 < lightness < 99.5
+        assert len({to_hex(point) for point in held}) == 2  # a pattern, not a plain tint
+
+
+def test_the_pixels_of_the_saved_picture_are_the_strips(tmp_path):
+    from PIL import Image
+
+    card, strip = strips.memory_strip(recording(*ROWS))
+    card.save(tmp_path / "strip.png")
+    box = card.axes[0].get_window_extent()
+    scale = style.DPI / card.dpi
+    with Image.open(tmp_path / "strip.png") as picture:
+        pixels = np.asarray(picture.convert("RGB")) / 255
+    height, width = strip.owners.shape
+    for slot, moment in itertools.product(range(4), range(3)):
+        i, j = int((slot + 0.5) * height / 4), int((moment + 0.5) * width / 3)
+        y = pixels.shape[0] - round(box.y0 * scale) - i
+        x = round(box.x0 * scale) + j
+        near = pixels[y - 4 : y + 5, x - 4 : x + 5].mean(axis=(0, 1))
+        drawn = strip.image[i - 4 : i + 5, j - 4 : j + 5].mean(axis=(0, 1))
+        assert np.abs(near - drawn).max() < 0.1, (slot, moment)
+
+
+def test_states_of_the_strip_differ_in_greyscale():
+    rows = ("a a' a_ a~ .",) * 2
+    for colour in style.COLOURS:
+        strip = strips.strip_of(recording(*rows), 100, 60)
+        image = strips._paint(strip.owners, strip.states, [colour])
+        means = [
+            np.mean([style.lightness(to_hex(point)) for point in image[strip.states == state][::7]])
+            for state in (0, 1, 2, 3, -1)
+        ]
+        gap = 2 if colour == "#F0E442" else 5  # yellow is nearly white in grey: the pattern tells
+        live, reserved, _, _, free = means
+        assert live + gap < reserved < free - 1
+
+
+def test_a_line_parts_neighbours_of_one_colour():
+    strip = strips.strip_of(recording("a b", "a b"), 10, 8)
+    ink = [[to_hex(point) == style.INK.lower() for point in row] for row in strip.image]
+    assert not np.any(ink)  # they differ in colour
+    image = strips._paint(strip.owners, strip.states, [style.COLOURS[0]] * 2)
+    ink = np.array([[to_hex(point) == style.INK.lower() for point in row] for row in image])
+    assert ink[5].all() and ink.sum() == 8
+
+
+def test_highlighted_requests_keep_their_colour_and_the_others_turn_grey():
+    plain, lit = (strips.strip_of(recording(*ROWS), 4, 3, highlight=h) for h in ((), ("b",)))
+    assert (plain.image[0, 2] == lit.image[0, 2]).all()
+    assert to_hex(lit.image[0, 0]) == strips.DIMMED
+
+
+def test_two_strips_stand_on_one_time_axis_with_their_refusals():
+    refused = hand(TEN, 3, time_s=1.0), hand(TEN, 9, time_s=2.0)
+    one, two = recording(*ROWS, refusals=refused), recording(*ROWS, *ROWS)
+    card, drawn = strips.memory_strips([("in one piece", one), ("scattered", two)])
+    assert [ax.get_xlim() for ax in card.axes] == [(0, 6), (0, 6)]
+    assert drawn[0].refused == [(1.0, 3, True), (2.0, 9, False)] and drawn[1].refused == []
+    assert (drawn[0].owners[:, drawn[0].owners.shape[1] // 2 + 2 :] == -1).all()  # it has ended
+    lanes = [[path[0, 0] for path in lane.get_segments()] for lane in card.axes[0].collections]
+    assert lanes == [[1.0], [2.0]]
+    assert "in one piece: 4 slots from 0 to 3 s" in card.alt
+    assert "2 requests were refused at their first attempt, 1 of them though" in card.alt
+
+
+def test_strips_of_large_pools_sample_them():
+    runs = (memory.Run(0, 7850, "a", "live"), memory.Run(7850, 7850, None, "free"))
+    moments = [memory.Moment(float(t), t, 1, True, runs) for t in range(3)]
+    _, strip = strips.memory_strip(memory.Recording(tuple(moments)))
+    assert strip.image.shape[0] < 800
+    assert abs((strip.owners >= 0).mean() - 0.5) < 0.01
+
+
+# --- free memory against the largest piece -----------------------------------------------------
+
+
+def test_free_vs_largest_returns_both_lines():
+    refused = hand(TEN, 3, time_s=1.0), hand(TEN, 9, time_s=2.0)
+    moments = tuple(
+        hand(cells, time_s=float(t)) for t, cells in enumerate((TEN, "a . . . . b c d e f"))
+    )
+    card, drawn = fragmentation.free_vs_largest(memory.Recording(moments, refused))
+    assert drawn["free"] == [0.4, 0.4] and drawn["largest"] == [0.2, 0.4]
+    assert drawn["refused"] == [(1.0, 0.3, True), (2.0, 0.9, False)]
+    above, below = (line.get_ydata() for line in card.axes[0].lines)
+    assert list(above) == [40, 40] and list(below) == [20, 40]
+    assert "at 0 s: 40% free, 20% in the largest gap" in card.alt and card.png()
+
+
+def test_a_long_recording_is_drawn_as_means_and_says_so():
+    rows = [TEN, "a . . . . b c d e f"] * 500
+    moments = tuple(hand(cells, time_s=float(t)) for t, cells in enumerate(rows))
+    card, drawn = fragmentation.free_vs_largest(memory.Recording(moments))
+    assert 100 < len(drawn["times"]) <= fragmentation.MAX_POINTS + 1
+    assert np.mean(drawn["largest"]) == pytest.approx(0.3, abs=0.01)
+    assert "means over 6.24 s" in card.legends[0].get_texts()[0].get_text()
+
+
+def test_the_histogram_counts_pieces_and_their_slots():
+    first, second = hand(TEN), hand("a . a . . . . . b c")
+    card, buckets = fragmentation.free_extent_histogram(memory.Recording((first, second)), needed=4)
+    assert buckets == {1: (0.5, 0.5), 2: (1.0, 2.0), 4: (0.5, 2.5)}
+    heights = [bar.get_height() for bar in card.axes[0].patches]
+    assert heights == [0.5, 1.0, 0.5]
+    light = [bar.get_hatch() is not None for bar in card.axes[0].patches]
+    assert light == [True, True, False]  # all of 1, and of 2 to 3, are too short for 4
+    assert "4 to 7 slots: 0.5 pieces, 2 slots" in card.alt and "needs 4 slots" in card.alt
+    assert fragmentation.free_extent_histogram(first)[1] == {2: (2.0, 4.0)}
+    assert fragmentation.free_extent_histogram(hand("a a"))[0].png()
