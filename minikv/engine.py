@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from minikv.core import EngineCore
 from minikv.kv_cache.base import KVCacheManager, OutOfKVMemory
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.model.backends import choose_backend
 from minikv.model.job import Job, eos_token_ids, is_one_prompt, sample_ids_of, tokenize
 from minikv.model.loader import Loaded, load
 from minikv.model.packing import pack_linears
@@ -69,6 +70,8 @@ class LLM:
         report_every: keep a MemoryReport every so many steps in `metrics.reports`; 0 for none.
         check_every_step: have the manager check its books after every step (slower): the way to
             find out where a manager of your own goes wrong.
+        attention_backend: how attention reads K and V: "gather", "online", "cpu" or "triton" (see
+            `minikv.model.backends`). Default: the fastest that this device has.
 
     An LLM is used from one thread at a time; several may share one loaded model.
 
@@ -94,6 +97,7 @@ class LLM:
         report_every=0,
         batching="continuous",
         check_every_step=False,
+        attention_backend=None,
     ):
         self.seed = require_int("seed", seed, at_least=0)
         require_int("report_every", report_every, at_least=0)
@@ -123,7 +127,10 @@ class LLM:
                 f"max_model_len is {max_model_len}, but {self.spec.name} was made for "
                 f"{self.spec.max_model_len} positions"
             )
-        adopt(self.model, self.spec)
+        attention_backend, _ = choose_backend(
+            next(self.model.parameters()).device, self.model.dtype, attention_backend
+        )
+        adopt(self.model, self.spec, attention_backend)
 
         max_num_seqs = max_num_seqs or 16
         if _is_factory(kv_cache_manager):
@@ -157,7 +164,7 @@ class LLM:
             )
         _require_part("what scheduler made", scheduler, Scheduler, made=True)
         pack_linears(self.model, num_rows=scheduler.max_num_seqs)
-        self.runner = ModelRunner(self.model, self.spec, manager)
+        self.runner = ModelRunner(self.model, self.spec, manager, attention_backend)
         self.core = EngineCore(
             scheduler,
             self.runner,
@@ -186,6 +193,11 @@ class LLM:
     @property
     def metrics(self):
         return self.core.metrics
+
+    @property
+    def attention_backend(self) -> str:
+        """The name of the attention backend that runs."""
+        return self.runner.attention_backend
 
     def memory_report(self):
         """Where the pool's slots are now: a MemoryReport."""

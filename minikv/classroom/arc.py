@@ -62,6 +62,7 @@ MODULES = {
     "minikv.kv_cache.buddy": 3,
     "minikv.kv_cache.paged": 4,
     "minikv.model.attention": 5,
+    "minikv.model.backends": 5,
     "minikv.model.kernels": 5,
     "minikv.model.runner": 5,
     "minikv.kv_cache.prefix": 7,

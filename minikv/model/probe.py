@@ -19,8 +19,9 @@ BLOCK_SIZE = 4
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
-def adopt(model, spec):
-    """From here on the model attends through block tables, inside minikv only.
+def adopt(model, spec, attention_backend=None):
+    """From here on the model attends through block tables, inside minikv only. It is tried with
+    this backend (None: the best for its device).
 
     Raises UnsupportedModel, naming the architecture and the reason; the model is then as it was.
     """
@@ -30,7 +31,7 @@ def adopt(model, spec):
         _check_rotation(model.config.get_text_config(decoder=True))
         expected = _own_logits(model)
         model.set_attn_implementation(IMPLEMENTATION)
-        got = _our_logits(model, spec)
+        got = _our_logits(model, spec, attention_backend)
         error = float((got - expected).norm() / expected.norm())
         if not error <= TOLERANCE[model.dtype]:
             raise UnsupportedModel(
@@ -103,10 +104,10 @@ class _Scattered(KVCacheManager):
         return table
 
 
-def _our_logits(model, spec):
+def _our_logits(model, spec, attention_backend):
     tokens = _probe_tokens(model)
     manager = _Scattered(num_blocks=len(tokens) // BLOCK_SIZE * 2, block_size=BLOCK_SIZE)
-    runner = ModelRunner(model, spec, manager)
+    runner = ModelRunner(model, spec, manager, attention_backend)
     request, rows = Request("probe", tokens), []
     for num_new_tokens in CHUNKS:
         manager.allocate_slots(request, num_new_tokens)

@@ -11,7 +11,8 @@ import operator
 import torch
 
 from minikv.kv_cache.base import InvariantBroken
-from minikv.model.attention import QueryGroup, Scratch, StepContext, new_pools
+from minikv.model.attention import StepContext, new_pools
+from minikv.model.backends import AttentionMetadata, Scratch, choose_backend
 from minikv.model.sampler import sample
 
 
@@ -20,12 +21,16 @@ class ModelRunner:
 
     pools: per layer [2, num_blocks + 1, num_kv_heads, block_size, head_dim]; the last block pads
     short tables, and no manager knows of it.
+    attention_backend: a name of `minikv.model.backends`; None takes the best for the device.
     """
 
-    def __init__(self, model, spec, manager):
+    def __init__(self, model, spec, manager, attention_backend=None):
         self.model, self.manager = model, manager
         self.num_blocks, self.block_size = manager.num_blocks, manager.block_size
         self.device = next(model.parameters()).device
+        self.attention_backend, self._attend = choose_backend(
+            self.device, model.dtype, attention_backend
+        )
         self.pools = new_pools(
             spec, self.num_blocks, self.block_size, device=self.device, dtype=model.dtype
         )
@@ -39,7 +44,7 @@ class ModelRunner:
         self._copy(copies)
         if not scheduled:
             return []
-        # Requests with one new token go first: attention takes them all as one group.
+        # Requests with one new token go first: gather attention takes them all as one group.
         order = sorted(range(len(scheduled)), key=lambda i: scheduled[i].num_new_tokens > 1)
         packed = [scheduled[i] for i in order]
         sampled = sample(self.forward(packed), [entry.request for entry in packed])
@@ -53,28 +58,29 @@ class ModelRunner:
     def forward(self, packed):
         """Computes each entry's new tokens; returns the logits of its last: [entries, vocab]."""
         # A token's place among its request's slots is its position, unless padding precedes it.
-        token_ids, places, padding, last_rows, tables = [], [], [], [], []
+        token_ids, places, padding, starts, ends, tables = [], [], [], [0], [], []
         for request, num_new_tokens in packed:
             start, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
             tables.append(self._table(request, end))
             token_ids += request.token_ids[start:end]
             places += range(start, end)
             padding += [request.num_pad_tokens] * num_new_tokens
-            last_rows.append(len(token_ids) - 1)
+            starts.append(len(token_ids))
+            ends.append(end)
         places = torch.tensor(places)
         positions = (places - torch.tensor(padding)).clamp_(min=0)
         self.last_step = step = StepContext(
             pools=self.pools,
             write_rows=self._write_rows(packed, tables, places).to(self.device),
-            groups=self._groups(packed, tables, places),
-            scratch=self._scratch,
+            metadata=self._metadata(packed, tables, starts, ends),
+            attend=self._attend,
         )
         out = self.model(
             input_ids=torch.tensor([token_ids], device=self.device),
             position_ids=positions[None].to(self.device),
             use_cache=False,
             step=step,
-            logits_to_keep=torch.tensor(last_rows, device=self.device),
+            logits_to_keep=torch.tensor(starts[1:], device=self.device) - 1,
         )
         return out.logits[0]
 
@@ -117,49 +123,23 @@ class ModelRunner:
         half = (self.num_blocks + 1) * self.num_kv_heads * self.block_size
         return torch.cat([rows, rows + half])
 
-    def _groups(self, packed, tables, places):
-        """Neighbours with one new token each form a group, and so do neighbours with as many new
-        tokens at the same place (a static batch); any other chunk is a group of its own."""
-        groups, first, row = [], 0, 0
-        while first < len(packed):
-            request, num_queries = packed[first]
-            last = first + 1
-            while last < len(packed) and packed[last].num_new_tokens == num_queries:
-                if num_queries > 1 and (
-                    packed[last].request.num_computed_tokens != request.num_computed_tokens
-                ):
-                    break
-                last += 1
-            num_rows = (last - first) * num_queries
-            groups.append(
-                self._group(
-                    row,
-                    [entry.request for entry in packed[first:last]],
-                    tables[first:last],
-                    places[row : row + num_rows].view(-1, num_queries),
-                )
-            )
-            first, row = last, row + num_rows
-        return groups
+    def _metadata(self, packed, tables, starts, ends):
+        """starts: the first row of each entry, and the end; ends: its slots after this step."""
+        max_blocks = max(map(len, tables))
+        padded = [table + [self.num_blocks] * (max_blocks - len(table)) for table in tables]
+        padding = [request.num_pad_tokens for request, _ in packed]
 
-    def _group(self, first_row, requests, tables, places):
-        num_blocks = max(map(len, tables))
-        padded = [t + [self.num_blocks] * (num_blocks - len(t)) for t in tables]
-        # [seqs, kv_heads, blocks]: the K row of each block and head; V lies one half further on.
-        rows = torch.tensor(padded)[:, None, :] * self.num_kv_heads + self._heads[:, None]
-        half = (self.num_blocks + 1) * self.num_kv_heads
-        first_visible = None
-        if any(request.num_pad_tokens for request in requests):
-            first_visible = torch.tensor([[request.num_pad_tokens] for request in requests])
-            first_visible = first_visible.to(self.device)
-        return QueryGroup(
-            first_row=first_row,
-            num_seqs=len(tables),
-            num_queries=places.shape[1],
-            num_blocks=num_blocks,
-            positions=places.to(self.device),
-            gather_rows=torch.cat([rows.reshape(-1), rows.reshape(-1) + half]).to(self.device),
-            first_visible=first_visible,
+        def on_device(numbers):
+            return torch.tensor(numbers, dtype=torch.int32).to(self.device)
+
+        return AttentionMetadata(
+            block_tables=on_device(padded),
+            query_start_loc=on_device(starts),
+            seq_lens=on_device(ends),
+            first_visible=on_device(padding) if any(padding) else None,
+            max_query_len=max(num_new_tokens for _, num_new_tokens in packed),
+            max_seq_len=max(ends),
+            scratch=self._scratch,
         )
 
     def _copy(self, copies):

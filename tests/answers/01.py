@@ -641,7 +641,7 @@ def chunk_inputs(num_computed_tokens, num_new_tokens):
 # %% ex-1-3 delegates: the bias that the engine adds to the scores
 # says: must hold True and False
 def chunk_inputs(num_computed_tokens, num_new_tokens):
-    from minikv.model.attention import QueryGroup
+    from minikv.model.kernels.gather import QueryGroup
 
     total = num_computed_tokens + num_new_tokens
     positions = torch.arange(num_computed_tokens, total)
