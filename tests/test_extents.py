@@ -4,6 +4,7 @@ measures, and check() on each broken invariant."""
 import random
 from itertools import permutations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -279,6 +280,13 @@ def test_next_fit_counts_an_extent_that_grew_over_its_place_as_ahead():
     assert allocator.allocate(4) == 3
 
 
+def test_next_fit_has_passed_what_it_allocated_last():
+    allocator = draw("next", "....#...")
+    assert allocator.allocate(4) == 0
+    allocator.free(0, 4)
+    assert allocator.allocate(2) == 5  # its place is 4, behind what has just become free
+
+
 def test_placing_and_growing_do_not_move_next_fits_place():
     allocator = draw("next", "............")
     assert allocator.allocate(2) == 0
@@ -349,6 +357,9 @@ def test_buddy_grows_where_the_rounding_covers_it_or_the_upper_half_is_free():
     before = state(buddy)
     assert not buddy.extend(4, 4, 1)  # the upper half, though what is behind it is free
     assert not buddy.extend(0, 4, 1)  # its upper half is in use
+    buddy.free(0, 4)
+    assert not buddy.extend(4, 4, 1)  # nor with its lower half free: it would have to move
+    assert buddy.allocate(4) == 0
     buddy.free(4, 4)
     assert buddy.allocate(2) == 4
     assert not buddy.extend(0, 4, 1)  # only half of its upper half is free
@@ -509,7 +520,6 @@ def test_buddy_frees_only_what_it_gave():
 
 @pytest.mark.parametrize("fit", FITS)
 def test_numbers_of_other_kinds_of_int_are_taken_as_numbers(fit):
-    np = pytest.importorskip("numpy")
     allocator = make_allocator(fit, np.int64(8))
     start = allocator.allocate(np.int64(2))
     assert allocator.extend(np.int64(start), np.int64(2), np.int64(2))
@@ -606,11 +616,16 @@ def misalign(buddy):
 
 
 def odd_size(buddy):
-    buddy._used[2] = 3
-    buddy._remove(4, 4)
-    buddy._put(5, 1)
-    buddy._put(6, 2)
+    del buddy._used[2]
+    buddy._remove(0, 2)
+    buddy._used[0] = 3
+    buddy._put(3, 1)
     buddy.num_free_blocks -= 1
+
+
+def lose_the_last_block(buddy):
+    buddy._remove(4, 4)
+    buddy.num_free_blocks -= 4
 
 
 def only_by_size(buddy):
@@ -623,7 +638,8 @@ BUDDY_BREAKS = [
     (hold_it_twice, "no buddy"),
     (leave_buddies_apart, "both free"),
     (misalign, "no buddy that begins at 1"),
-    (odd_size, r"\(2, 3\) is no buddy"),
+    (odd_size, r"\(0, 3\) is no buddy"),
+    (lose_the_last_block, "the blocks end at 4, the pool at 8"),
     (only_by_size, "by size"),
 ]
 
