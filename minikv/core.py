@@ -12,7 +12,11 @@ class Runner(Protocol):
     def run(self, scheduled, copies) -> list[int | None]:
         """Executes the copies, computes the scheduled tokens and samples one token for each entry
         of scheduled (ignored in the middle of a prompt; None: the logits were not finite). Block
-        tables are read from the manager now, not before."""
+        tables are read from the manager now, not before.
+
+        copies: a list, which the runner empties once they are done: whatever raises after that,
+        they are never executed twice (their sources may have changed). A list that is not empty
+        when run raises is handed in again, unchanged and alone, before anything else."""
 
 
 class Clock(Protocol):
@@ -32,11 +36,13 @@ class EngineCore:
         self.runner, self.clock = runner, clock
         self.report_every, self.check_every_step = report_every, check_every_step
         self.metrics = Metrics(self.manager.num_blocks)
+        self._copies = []  # drained from the manager; the runner empties it when they are done
         self.num_ended = 0  # requests that have ended, the refused ones included
 
     def step(self):
         """One iteration. Returns (scheduled, finished)."""
         manager, scheduler, steps = self.manager, self.scheduler, self.metrics.steps
+        runner = self.runner
         start = self.clock.now()
         scheduled, _ = scheduler.schedule()
         for request in scheduler.admitted:
@@ -44,7 +50,14 @@ class EngineCore:
                 request.first_scheduled_time = start
         if self.check_every_step:
             manager.check()
-        tokens = self.runner.run(scheduled, manager.copies())
+        if self._copies:
+            # A step was cut short before they were done. The manager counts them as done, so they
+            # come first, whoever has left or moved since: nothing was written in between, and
+            # what they write for a request that has gone is overwritten before it is read.
+            runner.run([], self._copies)
+        self._copies = list(manager.copies())
+        tokens = runner.run(scheduled, self._copies)
+        self._copies = []
         end = self.clock.now()
         num_tokens = 0
         for _, num_new_tokens in scheduled:

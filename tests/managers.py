@@ -2,6 +2,7 @@
 
 from minikv.kv_cache.base import BlockCopy, KVCacheManager, cdiv
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.kv_cache.extents import FITS
 from minikv.kv_cache.paged import PagedKVCacheManager
 
 
@@ -145,6 +146,38 @@ def _contiguous(rnd, num_slabs, remainder=0):
     )
 
 
+class CompactingManager(ContiguousKVCacheManager):
+    """Compacts at any time, also between two allocations of a step, and more than once in it."""
+
+    def __init__(self, rnd, *args, **options):
+        super().__init__(*args, **options)
+        self.rnd = rnd
+
+    def allocate_slots(self, request, num_new_tokens, **extra):
+        table = super().allocate_slots(request, num_new_tokens, **extra)
+        if self.rnd.random() < 0.3:
+            self.compact()
+        return None if table is None else self.tables[request.request_id]
+
+    def copies(self):
+        if self.rnd.random() < 0.3:
+            self.compact()
+        return super().copies()
+
+
+def _extents(rnd, reserve, make=ContiguousKVCacheManager):
+    """A tiny pool under any fit; a third of max_model_len may lie beyond it."""
+    num_blocks, block_size = _size(rnd)
+    max_model_len = rnd.randint(4, max(4, num_blocks * block_size * 3 // 2))
+    fit = rnd.choice(list(FITS))
+    return make(num_blocks, block_size, max_model_len=max_model_len, reserve=reserve, fit=fit)
+
+
+def _compacting(rnd):
+    reserve = rnd.choice(["pow2", "double", "exact", "grow", "grow"])
+    return _extents(rnd, reserve, lambda *args, **options: CompactingManager(rnd, *args, **options))
+
+
 def _size(rnd):
     """(num_blocks, block_size) of a tiny pool."""
     return rnd.randint(4, 16), rnd.choice([1, 1, 2, 3, 4])
@@ -164,6 +197,11 @@ MANAGERS = {
     "paged-1": lambda rnd: PagedKVCacheManager(rnd.randint(4, 24), 1),
     "paged-3": lambda rnd: PagedKVCacheManager(rnd.randint(2, 12), 3),
     "paged-16": lambda rnd: PagedKVCacheManager(rnd.randint(1, 4), 16),
+    "contiguous-pow2": lambda rnd: _extents(rnd, "pow2"),
+    "contiguous-double": lambda rnd: _extents(rnd, "double"),
+    "contiguous-exact": lambda rnd: _extents(rnd, "exact"),
+    "contiguous-grow": lambda rnd: _extents(rnd, "grow"),
+    "contiguous-compacting": _compacting,
     "minimal": lambda rnd: MinimalManager(*_size(rnd)),
     "by-hand": lambda rnd: ByHandManager(*_size(rnd)),
     "restless": lambda rnd: RestlessManager(*_size(rnd), rnd),

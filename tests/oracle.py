@@ -87,6 +87,8 @@ class OracleRunner:
 
     clock, step_time: a step takes this long on that clock.
     has_bad_logits(request): None instead of a token, as for logits that are not finite.
+    cut_short(when): called at each point of a step where it may raise, as an interrupt would:
+        "before the copies", "before the writes", "before the reads", "at the end".
     strict: raise at the first wrong read. Without it the wrong read only changes the output, which
         shows that comparing outputs is enough.
     steps: per step, [(request_id, num_new_tokens), ...] as scheduled.
@@ -97,6 +99,7 @@ class OracleRunner:
         self.manager, self.clock, self.step_time = manager, clock, step_time
         self.has_bad_logits = has_bad_logits or (lambda request: False)
         self.strict = strict
+        self.cut_short = lambda when: None
         self.pool = [None] * (manager.num_blocks * manager.block_size)
         self.host = {}  # block id -> records, for blocks that were swapped out
         self.steps = []
@@ -104,11 +107,15 @@ class OracleRunner:
 
     def run(self, scheduled, copies):
         self.steps.append([(request.request_id, n) for request, n in scheduled])
+        self.cut_short("before the copies")
         self._copy(copies)
+        self.cut_short("before the writes")
         # All writes come before all reads, as in a layer of the model: a block given to two
         # requests in one step is overwritten before the first of them reads it.
         self._write(scheduled)
+        self.cut_short("before the reads")
         tokens = [self._read(request, n) for request, n in scheduled]
+        self.cut_short("at the end")
         if self.clock is not None:
             self.clock.t += self.step_time
         return tokens
@@ -138,6 +145,7 @@ class OracleRunner:
                 self.host[block_id] = records
             else:
                 self.pool[block_id * B : block_id * B + B] = records
+        copies.clear()  # done, whatever happens to the rest of the step
 
     def _write(self, scheduled):
         num_owners = {}

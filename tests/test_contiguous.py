@@ -24,7 +24,7 @@ def state(manager):
     return (
         {key: tuple(table) for key, table in manager.tables.items()},
         dict(manager.requests),
-        sorted(manager._free_starts),
+        manager.allocator.extents(),
         manager.num_free_blocks,
         manager.report(),
     )
@@ -135,7 +135,7 @@ def test_impossible_pools_are_refused(kwargs, message):
 
 
 def test_an_unknown_policy_is_refused_and_the_known_are_named():
-    with pytest.raises(ValueError, match="reserve is 'most'; known: max"):
+    with pytest.raises(ValueError, match="reserve is 'most'; known: max, pow2, double"):
         ContiguousKVCacheManager(8, 2, max_model_len=4, reserve="most")
 
 
@@ -264,20 +264,17 @@ def table_lost(m):
     del m.tables["a"]
 
 
-def slab_lost(m):
-    m._free_starts.clear()
+def extent_lost(m):
+    m.allocator.allocate(6)
 
 
-def slab_free_and_in_use(m):
-    m._free_starts.append(0)
+def extent_free_and_in_use(m):
+    m.allocator.free(0, 4)
 
 
-def slab_free_twice(m):
-    m._free_starts.append(8)
-
-
-def slab_out_of_place(m):
-    m._free_starts[:] = [9]
+def extent_free_instead_of_another(m):
+    m.allocator.free(0, 4)
+    m.allocator.allocate_at(8, 4)
 
 
 def slab_moved(m):
@@ -286,6 +283,22 @@ def slab_moved(m):
 
 def reordered(m):
     m.tables["a"] = [1, 0, 2, 3]
+
+
+def asked_forgotten(m):
+    del m._asked["a"]
+
+
+def asked_for_nobody(m):
+    m._asked["gone"] = 4
+
+
+def copies_of_nobody(m):
+    m._origins["gone"] = (0, 2)
+
+
+def copies_too_long(m):
+    m._origins["a"] = (0, 5)
 
 
 def computed_beyond_the_slab(m):
@@ -300,12 +313,15 @@ FAULTS = [
     (table_too_short, "do not add up to 14"),
     (table_empty, "'a' has 2 computed tokens in 0 slots"),
     (table_lost, "'a' has 2 computed tokens in 0 slots"),
-    (slab_lost, "2 slabs, but 3 fit"),
-    (slab_free_and_in_use, "slabs overlap or are lost"),
-    (slab_free_twice, "slabs overlap or are lost"),
-    (slab_out_of_place, "slabs overlap or are lost"),
-    (slab_moved, "slabs overlap or are lost"),
-    (reordered, "slabs overlap or are lost|the slab of 'a'"),
+    (extent_lost, "8 blocks in use and 0 free do not add up to 14"),
+    (extent_free_and_in_use, "8 blocks in use and 10 free do not add up to 14"),
+    (extent_free_instead_of_another, "overlap or are lost at block 4"),
+    (slab_moved, "overlap or are lost at block 4"),
+    (reordered, r"the extent of 'a' is \[1, 0, 2, 3\], but should be 4 consecutive blocks"),
+    (asked_forgotten, "the extent of 'a' is range.0, 4., but should be 1 consecutive"),
+    (asked_for_nobody, "extents of nobody"),
+    (copies_of_nobody, "2 blocks of 'gone' are to be copied, but it holds None"),
+    (copies_too_long, "5 blocks of 'a' are to be copied"),
     (computed_beyond_the_slab, "'a' has 9 computed tokens in 8 slots"),
 ]
 
@@ -321,7 +337,7 @@ def test_check_sees(plant, message):
 def test_check_sees_a_slab_that_is_not_a_range():
     manager = two_running()
     manager.tables["a"] = [0, 2, 1, 3]
-    with pytest.raises(InvariantBroken, match=r"the slab of 'a' is \[0, 2, 1, 3\]"):
+    with pytest.raises(InvariantBroken, match=r"the extent of 'a' is \[0, 2, 1, 3\]"):
         manager.check()
 
 

@@ -37,11 +37,13 @@ class ModelRunner:
         self.num_kv_heads = spec.num_kv_heads
         self._heads = torch.arange(self.num_kv_heads)
         self._scratch = Scratch()
+        self._num_layers_copied = 0  # by copies that were cut short
         self.last_step = None  # its StepContext, for the probe and for figures
 
     @torch.inference_mode()
     def run(self, scheduled, copies) -> list[int | None]:
-        self._copy(copies)
+        if copies:
+            self._copy(copies)
         if not scheduled:
             return []
         # Requests with one new token go first: gather attention takes them all as one group.
@@ -143,18 +145,22 @@ class ModelRunner:
         )
 
     def _copy(self, copies):
-        """All sources are read before any destination is written."""
-        device = [c for c in copies if c.kind == "device"]
-        if len(device) < len(copies):
-            kinds = sorted({c.kind for c in copies} - {"device"})
+        """In each layer, all sources are read before any destination is written. Empties copies.
+
+        If it is cut short (no memory for a layer's sources, an interrupt), the same copies come
+        again first: then layers that are done are left alone, since their sources have changed.
+        """
+        kinds = sorted({copy.kind for copy in copies} - {"device"})
+        if kinds:
             raise NotImplementedError(f"copies of kind {', '.join(kinds)}: there is no host pool")
-        if not device:
-            return
-        src = torch.cat([torch.arange(c.src, c.src + c.num_blocks) for c in device])
-        dst = torch.cat([torch.arange(c.dst, c.dst + c.num_blocks) for c in device])
+        src = torch.cat([torch.arange(c.src, c.src + c.num_blocks) for c in copies])
+        dst = torch.cat([torch.arange(c.dst, c.dst + c.num_blocks) for c in copies])
         src, dst = src.to(self.device), dst.to(self.device)
-        for pool in self.pools:
+        for pool in self.pools[self._num_layers_copied :]:
             pool[:, dst] = pool[:, src]
+            self._num_layers_copied += 1
+        self._num_layers_copied = 0
+        copies.clear()
 
     def _clean(self, request):
         """Whoever gets these blocks next must find numbers in them: a masked score still

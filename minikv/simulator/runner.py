@@ -113,8 +113,10 @@ class SimulatedRunner:
                 num_pairs=num_pairs,
                 num_kv_tokens=num_kv_tokens,
             )
-        for copy in copies:
-            self.num_copied_blocks += copy.num_blocks
-            seconds += copy.num_blocks * self._s_per_block
+        if copies:
+            num_blocks = sum(copy.num_blocks for copy in copies)
+            self.num_copied_blocks += num_blocks
+            seconds += num_blocks * self._s_per_block
+            copies.clear()
         self.clock.advance(seconds)
         return [0] * len(scheduled)
