@@ -17,6 +17,7 @@ EPILOG = """\
 examples:
   python -m minikv simulate                                  ten minutes of chats, 1 per second
   python -m minikv simulate --rate 2 --duration 3600 --batching static
+  python -m minikv simulate --rate 2 --reserve grow --fit best   no slab per request
   python -m minikv simulate --gpu h100 --model llama-3.1-8b --rate 20 --cv 4
   python -m minikv simulate --closed-loop 32 --requests 500 --json out.json
 """
@@ -110,6 +111,15 @@ def _parser():
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--manager", choices=MANAGERS, default="contiguous")
+    engine.add_argument(
+        "--reserve",
+        help="contiguous: what a request gets when it is admitted: max (default: max_model_len), "
+        "pow2, exact, double or grow",
+    )
+    engine.add_argument(
+        "--fit",
+        help="contiguous: which free extent it gets: first (default), best, next, worst or buddy",
+    )
     engine.add_argument("--batching", default="continuous", help="continuous (default) or static")
     engine.add_argument("--max-num-seqs", type=int, default=256, help="default: 256")
     engine.add_argument(
@@ -177,15 +187,16 @@ def _serve(args):
         )
     if args.max_model_len is None:  # a model of long contexts, in a small pool
         max_model_len = min(max_model_len, num_blocks * args.block_size)
-    manager = _manager(args.manager, num_blocks, args.block_size, max_model_len)
+    manager = _manager(args, num_blocks, max_model_len)
     scheduler = BATCHING[args.batching](
         manager,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
     )
     simulation = Simulation(scheduler, step_time)
+    how = f" ({manager.reserve}, {manager.fit} fit)" if args.manager == "contiguous" else ""
     pool = (
-        f"{type(manager).__name__}: {num_blocks:,} blocks of {args.block_size} tokens "
+        f"{type(manager).__name__}{how}: {num_blocks:,} blocks of {args.block_size} tokens "
         f"({num_blocks * args.block_size:,} slots), max_model_len {max_model_len:,}\n"
         f"{args.batching} batching: at most {args.max_num_seqs} requests, "
         f"{args.max_num_batched_tokens:,} tokens a step"
@@ -197,6 +208,9 @@ def _serve(args):
         else:
             simulation.run_closed_loop(requests, args.closed_loop, on_step=progress)
     metrics = simulation.summary()
+    if args.manager == "contiguous":
+        metrics["num_relocations"] = manager.num_relocations
+        metrics["num_moved_blocks"] = manager.num_moved_blocks
     print_metrics(metrics)
     _print_refused(simulation.requests)
     settings = {
@@ -208,6 +222,8 @@ def _serve(args):
         "num_blocks": num_blocks,
         "max_model_len": max_model_len,
     }
+    if args.manager == "contiguous":
+        resolved |= {"reserve": manager.reserve, "fit": manager.fit}
     return {
         "settings": settings | resolved,
         "assumptions": step_time.describe(),
@@ -263,11 +279,24 @@ def _gpu(name):
         raise ValueError(f"{error}, or {THIS_MACHINE}") from None
 
 
-def _manager(name, num_blocks, block_size, max_model_len):
-    from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+def _manager(args, num_blocks, max_model_len):
+    from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
+    from minikv.kv_cache.extents import FITS
 
-    assert name == "contiguous"  # argparse knows no other yet
-    return ContiguousKVCacheManager(num_blocks, block_size, max_model_len=max_model_len)
+    for name, known in (("reserve", RESERVE_POLICIES), ("fit", FITS)):
+        value = getattr(args, name)
+        if value is not None and args.manager != "contiguous":
+            raise ValueError(f"--{name} is for --manager contiguous, not {args.manager}")
+        if value is not None and value not in known:
+            raise ValueError(f"--{name} is {value!r}; known: {', '.join(known)}")
+    assert args.manager == "contiguous"  # argparse knows no other yet
+    return ContiguousKVCacheManager(
+        num_blocks,
+        args.block_size,
+        max_model_len=max_model_len,
+        reserve=args.reserve or "max",
+        fit=args.fit or "first",
+    )
 
 
 class Progress:
@@ -304,6 +333,8 @@ COUNTS = (
     ("total_token_throughput", ",.1f", "tokens/s"),
     ("num_steps", ",", ""),
     ("num_preemptions", ",", ""),
+    ("num_relocations", ",", "requests moved because they outgrew their place"),
+    ("num_moved_blocks", ",", "copied for it"),
     ("mean_num_seqs", ".2f", "requests in a step, over the time in steps"),
     ("utilization", ".1%", "of the pool's blocks held, over the time in steps"),
 )

@@ -105,6 +105,22 @@ def test_where_nothing_fits_there_are_no_metrics(capsys):
     assert "ttft_ms" in captured.out
 
 
+@pytest.mark.parametrize("reserve, fit", [
+    ("max", "first"), ("pow2", "best"), ("double", "worst"), ("exact", "buddy"), ("grow", "next"),
+])  # fmt: skip
+def test_a_contiguous_cache_under_any_policy(tmp_path, capsys, reserve, fit):
+    options = ["--manager", "contiguous", "--reserve", reserve, "--fit", fit]
+    options += ["--num-blocks", "150", "--closed-loop", "8", "--requests", "30"]
+    out = result(tmp_path, capsys, *options)
+    assert (out["settings"]["reserve"], out["settings"]["fit"]) == (reserve, fit)
+    assert out["metrics"]["completed"] == 30
+    moved = out["metrics"]["num_relocations"], out["metrics"]["num_moved_blocks"]
+    assert (min(moved) > 0) == (reserve in ("double", "grow")), moved
+    status, captured = run(capsys, *options)
+    assert status == 0 and f"ContiguousKVCacheManager ({reserve}, {fit} fit)" in captured.out
+    assert "num_moved_blocks" in captured.out
+
+
 def test_a_model_of_long_contexts_is_clipped_to_the_pool(capsys):
     status, captured = run(capsys, *SHORT, "--model", "llama-3.1-8b", "--num-blocks", "200")
     assert status == 0 and "max_model_len 3,200" in captured.out
@@ -135,6 +151,10 @@ def test_a_model_of_long_contexts_is_clipped_to_the_pool(capsys):
     (["--block-size", "0"], "--block-size is 0"),
     (["--num-blocks", "0"], "--num-blocks is 0"),
     (["--num-blocks", "9", "--max-model-len", "200"], "needs a slab of 13 blocks"),
+    (["--reserve", "most"], "--reserve is 'most'; known: max, pow2, double, exact, grow"),
+    (["--fit", "tight"], "--fit is 'tight'; known: first, best, next, worst, buddy"),
+    (["--fit", "buddy", "--num-blocks", "100", "--max-model-len", "1500"],
+     "a slab of 94 blocks of 16 tokens, but the pool has only 100 blocks, and buddy fit gives 64"),
     (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization is 1.5"),
     (["--compute-efficiency", "2"], "compute_efficiency is 2.0"),
     (["--overhead-ms", "-1"], "overhead_s is -0.001"),
