@@ -57,6 +57,10 @@ MODELS = {
         ModelSpec("Llama 3.1 70B", 80, 64, 8, 128, 8_192, 128_256, 70_553_706_496, 131_072),
         # Qwen/Qwen3-8B
         ModelSpec("Qwen3-8B", 36, 32, 8, 128, 4_096, 151_936, 8_190_735_360, 40_960),
+        # lmsys/vicuna-13b-v1.5-16k: Llama 2 13B, its 4,096 positions stretched by 4 (rope_scaling)
+        ModelSpec(
+            "Vicuna 13B v1.5 16K", 40, 40, 40, 128, 5_120, 32_000, 13_015_864_320, 16_384, "float16"
+        ),
         # facebook/opt-13b: the model of the PagedAttention paper's figures
         ModelSpec("OPT-13B", 40, 40, 40, 128, 5_120, 50_272, 12_853_473_280, 2_048, "float16"),
     )

@@ -40,6 +40,7 @@ CONFIGS = {
     "Mistral 7B v0.3": ("mistral", 32_768, 4_096, 14_336, 32, 32, 8, False),
     "Llama 3.1 8B": ("llama", 128_256, 4_096, 14_336, 32, 32, 8, False),
     "Llama 3.1 70B": ("llama", 128_256, 8_192, 28_672, 80, 64, 8, False),
+    "Vicuna 13B v1.5 16K": ("llama", 32_000, 5_120, 13_824, 40, 40, 40, False),
     "Qwen3-8B": ("qwen3", 151_936, 4_096, 12_288, 36, 32, 8, False),
 }
 # It names them differently, and has positions among its parameters.

@@ -1,6 +1,7 @@
 """Traffic: published means, the right scatter, the same seed the same requests, clear refusals."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from minikv.workloads import (
     Gamma,
     LogNormal,
     Poisson,
+    Prefixed,
     Recorded,
     RequestClass,
     Uniform,
     Workload,
     alpaca,
+    shared_header,
     sharegpt,
 )
 
@@ -37,7 +40,7 @@ def cv_of(values):
 PUBLISHED = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}  # Kwon et al. 2023, Fig. 11
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_presets_have_the_published_means(name, seed):
     requests = PRESETS[name]().requests(num_requests=MANY // 2, seed=seed)
@@ -73,6 +76,38 @@ def test_unclipped_it_has_its_coefficient_of_variation():
         assert cv_of(LogNormal(1000, cv).sample(rng(), MANY)) == pytest.approx(cv, rel=0.06)
 
 
+@pytest.mark.parametrize("median, sigma, low, high", [
+    (67, 0.8, 1, 1 << 30), (200, 0.9, 1, 1_500), (200, 0.9, 100, 300), (50, 0.05, 1, 99),
+])  # fmt: skip
+def test_a_log_normal_by_its_median(median, sigma, low, high):
+    lengths = LogNormal.of_median(median, sigma, low, high)
+    assert math.exp(lengths.mu) == pytest.approx(median) and lengths.sigma == pytest.approx(sigma)
+    values = lengths.sample(rng(), MANY)
+    assert values.min() >= low and values.max() <= high
+    assert np.median(values) == pytest.approx(median, rel=0.02)
+    below = np.mean(values <= median * math.exp(-sigma))  # one deviation below: 16%
+    assert below == pytest.approx(0.1587 if low <= median * math.exp(-sigma) else 0, abs=0.01)
+    assert values.mean() == pytest.approx(lengths.mean, rel=0.02)
+
+
+def test_a_prefix_comes_before_the_rest():
+    lengths = Prefixed(200, Uniform(1, 9))
+    assert set(lengths.sample(rng(), 1_000)) == set(range(201, 210))
+
+
+def test_one_in_twenty_of_the_shared_headers_is_a_document():
+    requests = shared_header(rate=2.0).requests(num_requests=40_000, seed=0)
+    questions = [r for r in requests if r.request_id.startswith("question-")]
+    documents = [r.num_prompt_tokens for r in requests if r.request_id.startswith("document-")]
+    assert len(documents) / 40_000 == pytest.approx(0.05, abs=0.004)
+    assert min(documents) >= 2_000 and max(documents) <= 6_000
+    assert np.mean(documents) == pytest.approx(4_000, rel=0.03)
+    prompts = np.array([r.num_prompt_tokens for r in questions])
+    assert prompts.min() > 200 and np.median(prompts) == pytest.approx(267, abs=3)
+    outputs = np.array([r.max_tokens for r in requests])
+    assert np.median(outputs) == pytest.approx(200, rel=0.03) and outputs.max() == 1_500
+
+
 def test_fixed_uniform_and_empirical_lengths():
     assert set(Fixed(7).sample(rng(), 50)) == {7}
     assert set(Uniform(3, 6).sample(rng(), 1000)) == {3, 4, 5, 6}
@@ -92,6 +127,12 @@ def test_fixed_uniform_and_empirical_lengths():
     (lambda: LogNormal(float("nan"), 1), "mean is nan"),
     (lambda: LogNormal(2000, 1, high=1024), "mean is 2000.*high 1024"),
     (lambda: LogNormal(5, 1, low=0), "low is 0"),
+    (lambda: LogNormal.of_median(4, 1, low=4), "median is 4, but must lie between low 4"),
+    (lambda: LogNormal.of_median(float("nan"), 1), "median is nan"),
+    (lambda: LogNormal.of_median(9, 0), "sigma is 0.0, but must be finite and above 0"),
+    (lambda: LogNormal.of_median(9, 50), "sigma is 50.0.*at most 8"),
+    (lambda: LogNormal.of_median(9, 1, low=0), "low is 0"),
+    (lambda: Prefixed(-1, Fixed(1)), "num_prefix_tokens is -1, but must be at least 0"),
     (lambda: Empirical(()), "no observed lengths"),
     (lambda: Empirical((3, 0)), "an observed length is 0"),
     (lambda: Poisson(0), "rate is 0, but must be above 0"),
@@ -208,7 +249,9 @@ def facts(requests):
     return [(r.request_id, r.arrival_time, r.num_prompt_tokens, r.max_tokens) for r in requests]
 
 
-@pytest.mark.parametrize("workload", [sharegpt(2.0), alpaca(5.0), mixture()], ids=lambda w: w.name)
+@pytest.mark.parametrize(
+    "workload", [sharegpt(2.0), alpaca(5.0), shared_header(), mixture()], ids=lambda w: w.name
+)
 def test_a_seed_decides_everything(workload):
     runs = [facts(workload.requests(num_requests=200, seed=s)) for s in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]

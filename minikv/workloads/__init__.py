@@ -12,7 +12,7 @@ import numpy as np
 
 from minikv.request import Request, require_int
 from minikv.workloads.arrivals import Gamma, Poisson, Recorded
-from minikv.workloads.lengths import Empirical, Fixed, LogNormal, Uniform
+from minikv.workloads.lengths import Empirical, Fixed, LogNormal, Prefixed, Uniform
 
 __all__ = [
     "PRESETS",
@@ -21,11 +21,13 @@ __all__ = [
     "Gamma",
     "LogNormal",
     "Poisson",
+    "Prefixed",
     "Recorded",
     "RequestClass",
     "Uniform",
     "Workload",
     "alpaca",
+    "shared_header",
     "sharegpt",
 ]
 
@@ -105,4 +107,20 @@ def alpaca(rate=1.0, cv_prompt=0.8, cv_output=1.2) -> Workload:
     return _chat("alpaca", 19.31, 58.45, rate, cv_prompt, cv_output)
 
 
-PRESETS = {"sharegpt": sharegpt, "alpaca": alpaca}
+def shared_header(rate=1.0) -> Workload:
+    """A service whose prompts begin with one 200-token header, before a short question; one prompt
+    in twenty is a long document of its own, with no header. Made up, to be unlike chats in one
+    thing: needs that differ by a factor of twenty."""
+    answers = LogNormal.of_median(200, 0.9, high=1_500)
+    questions = Prefixed(200, LogNormal.of_median(67, 0.8, high=2_000))
+    return Workload(
+        "shared-header",
+        Poisson(rate),
+        (
+            RequestClass("question", 0.95, questions, answers),
+            RequestClass("document", 0.05, Uniform(2_000, 6_000), answers),
+        ),
+    )
+
+
+PRESETS = {"sharegpt": sharegpt, "alpaca": alpaca, "shared-header": shared_header}

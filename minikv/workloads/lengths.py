@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from minikv.request import require_int
+from minikv.request import require_int, require_number
 
 _PHI = NormalDist().cdf
 
@@ -37,10 +37,23 @@ class Uniform:
         return rng.integers(self.low, self.high + 1, n)
 
 
+def _clipped_mean(mu, sigma, low, high):
+    """E[min(max(X, low), high)] for X log-normal, in closed form."""
+    a = (math.log(low) - mu) / sigma
+    b = (math.log(high) - mu) / sigma
+    inside = _PHI(b - sigma) - _PHI(a - sigma)
+    # exp(mu) overflows only where nothing is inside
+    weighted = math.exp(mu + sigma**2 / 2) * inside if inside > 0 else 0.0
+    return low * _PHI(a) + high * (1 - _PHI(b)) + weighted
+
+
 @dataclass(frozen=True)
 class LogNormal:
     """Log-normal with a coefficient of variation of cv, clipped to low..high, and scaled so that
     the clipped mean is `mean` (clipping alone would lower it).
+
+    LogNormal.of_median(median, sigma, low, high) takes the other two usual numbers, and does not
+    scale: the median stays, and the mean is what clipping leaves.
 
     Raises ValueError where no scale reaches that mean.
     """
@@ -63,30 +76,46 @@ class LogNormal:
         below, above = math.log(self.low) - 40, math.log(self.high) + 40
         for _ in range(200):  # the clipped mean grows with mu: halve the interval
             middle = (below + above) / 2
-            if self._clipped_mean(middle) < self.mean:
+            if _clipped_mean(middle, self.sigma, self.low, self.high) < self.mean:
                 below = middle
             else:
                 above = middle
         object.__setattr__(self, "mu", middle)
 
+    @classmethod
+    def of_median(cls, median, sigma, low=1, high=1 << 30):
+        """exp of a normal with mean log(median) and deviation sigma, clipped to low..high."""
+        require_int("low", low, at_least=1)
+        require_int("high", high, at_least=low)
+        require_number("sigma", sigma, above=0, at_most=8)
+        if not low < median < high:
+            raise ValueError(f"median is {median}, but must lie between low {low} and high {high}")
+        mean = _clipped_mean(math.log(median), sigma, low, high)
+        return cls(mean, math.sqrt(math.expm1(sigma**2)), low, high)
+
     @property
     def sigma(self):
         return math.sqrt(math.log(1 + self.cv**2))
-
-    def _clipped_mean(self, mu):
-        """E[min(max(X, low), high)] for X log-normal, in closed form."""
-        a = (math.log(self.low) - mu) / self.sigma
-        b = (math.log(self.high) - mu) / self.sigma
-        inside = _PHI(b - self.sigma) - _PHI(a - self.sigma)
-        # exp(mu) overflows only where nothing is inside
-        weighted = math.exp(mu + self.sigma**2 / 2) * inside if inside > 0 else 0.0
-        return self.low * _PHI(a) + self.high * (1 - _PHI(b)) + weighted
 
     def sample(self, rng, n):
         values = np.exp(self.mu + self.sigma * rng.standard_normal(n))
         # Rounded at random, up or down by the fraction: rounding to nearest would shift the mean.
         clipped = np.clip(values, self.low, self.high)
         return np.floor(clipped + rng.random(n)).astype(int).clip(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Prefixed:
+    """num_prefix_tokens that every prompt begins with, then what `rest` draws."""
+
+    num_prefix_tokens: int
+    rest: object
+
+    def __post_init__(self):
+        require_int("num_prefix_tokens", self.num_prefix_tokens, at_least=0)
+
+    def sample(self, rng, n):
+        return self.num_prefix_tokens + self.rest.sample(rng, n)
 
 
 @dataclass(frozen=True)
