@@ -2,6 +2,7 @@
 model and a virtual clock for the simulator; neither is known here.
 """
 
+import math
 from typing import Protocol
 
 from minikv.kv_cache.base import OutOfKVMemory
@@ -88,20 +89,23 @@ class EngineCore:
         waiting = self.scheduler.waiting
         return self.manager.report(waiting[0] if waiting else None)
 
-    def run(self, arrivals=(), on_step=None):
-        """Serves `arrivals`, requests in order of arrival_time, until nothing is left to do.
+    def run(self, arrivals=(), on_step=None, until_s=math.inf):
+        """Serves `arrivals`, requests in order of arrival_time, until nothing is left to do, or
+        no step begins before until_s; who runs or waits then is left as it is.
         What happens to a request that can never fit: see submit. on_step(core): called after each
         step."""
         scheduler, clock, queue = self.scheduler, self.clock, iter(arrivals)
         arriving = next(queue, None)
         while arriving is not None or scheduler.has_unfinished_requests:
             now = clock.now()
+            if now >= until_s:
+                return
             while arriving is not None and arriving.arrival_time <= now:
                 self.submit(arriving)
                 arriving = next(queue, None)
             if not scheduler.has_unfinished_requests:
                 if arriving is not None:
-                    clock.advance_to(arriving.arrival_time)
+                    clock.advance_to(min(arriving.arrival_time, until_s))
                 continue
             self.step()
             if on_step is not None:

@@ -259,6 +259,19 @@ def test_arrivals_are_drawn_when_their_time_has_come():
     assert seen == [(1.0, 2), (11.0, 3), (21.0, 4), (31.0, 4)]
 
 
+def test_a_run_can_end_before_its_requests_do():
+    core = engine(MinimalManager(64, 1), step_time=2.0)
+    requests = [arriving("a", 0.0, 9), arriving("b", 3.0, 9), arriving("c", 7.0)]
+    core.run(requests, until_s=7.0)  # the step from 6 to 8 is the last to begin
+    assert [(s.start, s.end) for s in core.metrics.steps] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert [r.request_id for r in core.scheduler.running] == ["a", "b"]
+    core.run([arriving("c", 7.0)])  # and it can go on
+    assert [r.num_output_tokens for r in requests[:2]] == [9, 9]
+    idle = engine(MinimalManager(64, 1))
+    idle.run([arriving("d", 5.0)], until_s=4.0)
+    assert idle.clock.now() == 4.0 and not idle.metrics.steps
+
+
 def test_run_serves_what_was_added_before():
     core = engine(MinimalManager(64, 1))
     core.scheduler.add(arriving("a", 0.0, 1))

@@ -5,6 +5,7 @@ engine's own, so every decision is the engine's.
 """
 
 import itertools
+import math
 
 from minikv.core import EngineCore
 from minikv.kv_cache.base import OutOfKVMemory
@@ -50,9 +51,10 @@ class Simulation:
         self.core = EngineCore(scheduler, self.runner, self.clock, report_every=report_every)
         self.requests = []
 
-    def run(self, requests, *, on_step=None):
+    def run(self, requests, *, on_step=None, until_s=math.inf):
         """Serves requests, sorted by arrival_time, to their end; returns self. One that can never
-        fit ends with finish_reason "error". Raises ValueError where one arrives before the last.
+        fit ends with finish_reason "error". until_s: begin no step from then on; whoever runs or
+        waits stays. Raises ValueError where one arrives before the last.
         """
         requests = list(requests)
         for a, b in itertools.pairwise(requests):
@@ -62,7 +64,7 @@ class Simulation:
                     f"{a.request_id!r} of {a.arrival_time} s: sort them by arrival_time"
                 )
         self.requests += requests
-        self.core.run(requests, on_step)
+        self.core.run(requests, on_step, until_s)
         return self
 
     def run_closed_loop(self, requests, num_in_flight, *, on_step=None):
