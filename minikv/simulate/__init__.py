@@ -23,7 +23,10 @@ examples:
 """
 
 # Subcommands, `simulate NAME ...`: name -> (module:function taking argv, one line of help)
-EXPERIMENTS = {}
+EXPERIMENTS = {
+    "paradox": ("minikv.simulate.paradox:main", "40% of the memory is free, and a request waits"),
+    "fig2": ("minikv.simulate.fig2:main", "where the memory went before paging (PagedAttention)"),
+}
 
 THIS_MACHINE = "this-machine"
 MANAGERS = ("contiguous",)
@@ -38,13 +41,18 @@ def main(argv):
         module, function = EXPERIMENTS[argv[0]][0].split(":")
         return getattr(importlib.import_module(module), function)(argv[1:])
     args = _parser().parse_args(argv)
+    return run_command("simulate", _serve, args)
+
+
+def run_command(name, function, args):
+    """Calls function(args) and writes what it returns to args.json; returns the exit status."""
     try:
         check_json(args.json)
-        result = _serve(args)
+        result = function(args)
         if args.json is not None:
-            Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     except (ValueError, TypeError, RuntimeError) as error:  # __main__ handles all others
-        print(f"minikv simulate: {error}", file=sys.stderr)
+        print(f"minikv {name}: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -320,6 +328,31 @@ class Progress:
             self._bar.set_postfix_str(f"{core.clock.now():,.0f} s simulated", refresh=False)
             self._bar.update(core.num_ended - self._seen)
             self._seen = core.num_ended
+
+
+class SecondsProgress:
+    """The same for many runs one after another: a bar over the seconds simulated in all."""
+
+    def __init__(self, num_runs, duration_s):
+        from tqdm import tqdm
+
+        total = round(num_runs * duration_s)
+        self._bar = tqdm(total=total, unit="s simulated", file=sys.stderr, disable=None)
+        self._seen, self._core = 0, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._bar.close()
+
+    def __call__(self, core):
+        if core is not self._core:
+            self._seen, self._core = 0, core
+        now = int(core.clock.now())
+        if now > self._seen:
+            self._bar.update(now - self._seen)
+            self._seen = now
 
 
 COUNTS = (

@@ -1,0 +1,331 @@
+"""The experiments of chapters 3 and 4, shortened: what they count is counted again here, another
+way, and the commands print and write what they measured."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from managers import MinimalManager
+
+from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.simulate import EXPERIMENTS, main
+from minikv.simulator import experiments
+from minikv.simulator.experiments import (
+    FIG2_PAPER,
+    FITS,
+    NUM_SLOTS,
+    fig2_run,
+    paper_manager,
+    paper_run,
+    paradox_run,
+    paradox_step_time,
+)
+from minikv.simulator.refusals import Refusal, with_much_free
+from minikv.workloads import Poisson, RequestClass, Uniform, Workload, shared_header, sharegpt
+
+SHORT_S = 300.0
+BUSY = shared_header(rate=4.0)
+
+
+# -- who is refused -------------------------------------------------------------------------------
+
+
+def free_runs(manager):
+    """Lengths of the runs of blocks that no table names."""
+    used = {block_id for table in manager.tables.values() for block_id in table}
+    marks = "".join("u" if b in used else "f" for b in range(manager.num_blocks))
+    return [len(run) for run in marks.split("u") if run]
+
+
+class WatchedManager(ContiguousKVCacheManager):
+    """Notes each refusal by itself, from the tables alone."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.seen, self.waits, self.num_refusals, self.expected = set(), set(), 0, []
+
+    def allocate_slots(self, request, num_new_tokens, **extra):
+        holds, first = request.request_id in self.tables, request.request_id not in self.seen
+        self.seen.add(request.request_id)
+        before = free_runs(self) if first else None
+        table = super().allocate_slots(request, num_new_tokens, **extra)
+        if table is None:
+            self.num_refusals += 1
+        if table is None and first:
+            assert not holds
+            need = request.num_prompt_tokens + request.max_tokens - 1
+            if self.reserve == "grow":
+                need = num_new_tokens
+            self.expected.append((request.request_id, sum(before), max(before, default=0), need))
+        return table
+
+
+@pytest.mark.parametrize("fit", FITS)
+def test_refusals_are_those_that_the_tables_show(fit):
+    manager = WatchedManager(NUM_SLOTS, 1, max_model_len=8_192, reserve="exact", fit=fit)
+    run = paradox_run(1, workload=BUSY, manager=manager, duration_s=90.0)
+    counted = [
+        (r.request_id, r.free_share, r.largest_extent_share, r.needed_share) for r in run.refusals
+    ]
+    expected = [(name, *(n / NUM_SLOTS for n in sizes)) for name, *sizes in manager.expected]
+    assert len(counted) > 20
+    if fit == "buddy":  # it has halves of blocks only: two free neighbours may be two extents
+        for (*mine, largest, need), (*theirs, joined, their_need) in zip(
+            counted, expected, strict=True
+        ):
+            assert mine == theirs and need == their_need and largest <= joined
+            assert largest < need  # that is why
+    else:
+        assert counted == expected
+    # whoever was refused stood at the head of the queue for longer, and is counted once
+    assert manager.num_refusals > 2 * len(counted)
+    assert len({name for name, *_ in counted}) == len(counted)
+
+
+def test_growth_and_the_return_of_the_preempted_are_not_counted():
+    """Under reserve="grow" running requests are refused, too, and step back."""
+    manager = WatchedManager(600, 1, max_model_len=500, reserve="grow", fit="first")
+    kind = RequestClass("r", 1.0, Uniform(20, 150), Uniform(50, 300))
+    run = paradox_run(
+        workload=Workload("small", Poisson(3.0), (kind,)), manager=manager, duration_s=120.0
+    )
+    assert run.core.scheduler.num_preemptions > 20
+    assert [r.request_id for r in run.refusals] == [name for name, *_ in manager.expected]
+    assert 0 < len(run.refusals) < manager.num_refusals / 2
+    first = {r.request_id: r.time_s for r in run.refusals}
+    for request in run.simulation.requests:
+        if request.request_id in first and request.first_scheduled_time is not None:
+            assert request.arrival_time <= first[request.request_id] < request.first_scheduled_time
+
+
+def test_the_recorder_changes_nothing_and_goes_away():
+    run = paradox_run(2, workload=BUSY, duration_s=60.0)
+    manager = ContiguousKVCacheManager(NUM_SLOTS, 1, max_model_len=8_192, reserve="exact")
+    alone = experiments.simulation_of(manager, paradox_step_time())
+    alone.run(BUSY.requests(duration_s=60.0, seed=2), until_s=60.0)
+    assert alone.core.metrics.steps == run.metrics.steps
+    assert "allocate_slots" not in vars(run.core.manager)
+
+    def fail(core):
+        raise RuntimeError("in the middle")
+
+    manager = ContiguousKVCacheManager(NUM_SLOTS, 1, max_model_len=8_192, reserve="exact")
+    with pytest.raises(RuntimeError, match="in the middle"):
+        paradox_run(manager=manager, on_step=fail, duration_s=60.0)
+    assert "allocate_slots" not in vars(manager)
+
+
+def test_the_paradox_appears_and_no_paged_manager_has_it():
+    refusals = paradox_run(1, duration_s=1_300.0).refusals
+    paradox = with_much_free(refusals)
+    assert paradox and all(
+        r.largest_extent_share < r.needed_share <= r.free_share >= 0.4 for r in paradox
+    )
+    # The same requests where any free block will do. (So few refusals that it takes more traffic.)
+    paged = paradox_run(
+        1, workload=BUSY, manager=MinimalManager(NUM_SLOTS // 16, 16), duration_s=100.0
+    )
+    assert paged.refusals and not any(r.had_enough_in_sum for r in paged.refusals)
+
+
+def test_what_counts_as_the_paradox():
+    def refusal(free, need):
+        return Refusal("r", 0.0, free, 0.1, need)
+
+    rows = [refusal(0.4, 0.4), refusal(0.5, 0.6), refusal(0.39, 0.2), refusal(0.6, 0.25)]
+    assert [r.had_enough_in_sum for r in rows] == [True, False, True, True]
+    assert with_much_free(rows) == [rows[0], rows[3]]
+    assert with_much_free(rows, needed_share=0.25) == [rows[3]]
+    assert with_much_free(rows, free_share=0.3) == [rows[0], rows[2], rows[3]]
+
+
+def test_a_seed_decides_everything_in_any_process():
+    code = (
+        "from minikv.simulator.experiments import paradox_run\n"
+        "print([(r.request_id, r.time_s, r.free_share) for r in paradox_run(5, duration_s=200.0)"
+        ".refusals])"
+    )
+    texts = []
+    for hash_seed in "12":
+        env = os.environ | {"PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+        )
+        texts.append(done.stdout)
+    assert texts[0] == texts[1] and "document" in texts[0]
+    assert paradox_run(5, duration_s=200.0).refusals != paradox_run(6, duration_s=200.0).refusals
+
+
+# -- figures 2 and 13 -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["max", "pow2", "exact", "first_fit_exact"])
+def test_the_shares_are_those_that_the_requests_show(policy, monkeypatch):
+    """Counted again from the running requests and the lengths of their tables."""
+    duration_s, warmup_s, sums = 250.0, 50.0, dict.fromkeys(["token", "reserved", "held"], 0.0)
+
+    def watched(manager, step_time, **options):
+        simulation = make(manager, step_time, **options)
+        core, run = simulation.core, simulation.runner.run
+
+        def counting(scheduled, copies):
+            start, running = core.clock.now(), list(core.scheduler.running)
+            token = sum(r.num_computed_tokens for r in running)
+            ever = sum(r.num_prompt_tokens + r.max_tokens - 1 for r in running)
+            held = sum(len(manager.tables[r.request_id]) for r in running)
+            tokens = run(scheduled, copies)
+            if start >= warmup_s:
+                for name, n in (("token", token), ("reserved", ever - token), ("held", held)):
+                    sums[name] += n * (core.clock.now() - start)
+            return tokens
+
+        simulation.runner.run = counting
+        return simulation
+
+    make = experiments.simulation_of
+    monkeypatch.setattr(experiments, "simulation_of", watched)
+    run = fig2_run(policy, 1, duration_s=duration_s, warmup_s=warmup_s)
+    steps = [s for s in run.simulation.core.metrics.steps if s.start >= warmup_s]
+    seconds = sum(s.end - s.start for s in steps)
+    shares = {name: 100 * value / seconds / NUM_SLOTS for name, value in sums.items()}
+    assert run.shares["token"] == pytest.approx(shares["token"])
+    assert run.shares["reserved"] == pytest.approx(shares["reserved"])
+    assert sum(run.shares.values()) == pytest.approx(100)
+    held = 100 - run.shares["external"] + 100 * run.report.rounding / NUM_SLOTS
+    assert held == pytest.approx(shares["held"])
+    assert run.mean_batched == pytest.approx(
+        sum(s.num_seqs * (s.end - s.start) for s in steps) / seconds
+    )
+
+
+def test_max_holds_seven_slabs_and_its_remainder_is_the_papers():
+    run = fig2_run("max", duration_s=200.0, warmup_s=100.0)
+    assert run.mean_batched == pytest.approx(7.0)
+    assert run.shares["external"] == pytest.approx(100 * (1 - 7 * 2_048 / NUM_SLOTS))
+    assert run.shares["external"] == pytest.approx(FIG2_PAPER["max"]["external"], abs=0.3)
+    assert run.shares["internal"] > 40  # reserved is what will be used, internal what never will
+
+
+def test_a_report_now_and_then_is_as_good():
+    every, sampled = (
+        fig2_run("exact", duration_s=900.0, warmup_s=100.0, report_every=n).shares for n in (1, 9)
+    )
+    assert every != sampled
+    assert all(abs(every[name] - sampled[name]) < 0.4 for name in every)
+
+
+def test_the_published_shares_are_reproduced():
+    """A short hour: the token state of each policy within five points, and their order."""
+    token = {}
+    for policy, paper in FIG2_PAPER.items():
+        shares = fig2_run(policy, duration_s=900.0, warmup_s=300.0, report_every=10).shares
+        token[policy] = shares["token"]
+        assert abs(shares["token"] - paper["token"]) < 5
+    assert token["max"] < token["pow2"] < token["exact"]
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match="policy is 'best'; known: max, pow2"):
+        paper_manager("best")
+    with pytest.raises(ValueError, match=r"warmup_s is 600.0, but the run ends at 60 s"):
+        paper_run("max", duration_s=60)
+    idle = Workload("idle", Poisson(1e-6), sharegpt().classes)
+    with pytest.raises(ValueError, match="no step lies between warmup_s and duration_s"):
+        paper_run("max", workload=idle, duration_s=60, warmup_s=10)
+
+
+def test_a_run_can_stop_before_its_end():
+    run = paper_run("max", duration_s=100.0, warmup_s=0.0)
+    steps = run.simulation.core.metrics.steps
+    assert steps[-1].start < 100.0 <= steps[-1].end
+    assert run.simulation.core.scheduler.has_unfinished_requests
+
+
+# -- the commands ---------------------------------------------------------------------------------
+
+
+def result(tmp_path, capsys, *argv):
+    path = tmp_path / "out.json"
+    status = main([*argv, "--json", str(path)])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert captured.err == ""
+    return json.loads(path.read_text(encoding="utf-8")), captured.out
+
+
+def test_the_paradox_command(tmp_path, capsys):
+    argv = ["paradox", "--seeds", "2", "--duration", "400", "--fit", "first,buddy"]
+    out, text = result(tmp_path, capsys, *argv)
+    assert [(r["seed"], r["fit"]) for r in out["runs"]] == [
+        (0, "first"), (1, "first"), (0, "buddy"), (1, "buddy"),
+    ]  # fmt: skip
+    assert {r["workload"] for r in out["runs"]} == {"shared-header"}
+    assert {(r["workload"], r["gpu"]) for r in out["beside"]} == {
+        ("shared-header", "A100 40GB SXM"), ("sharegpt", "H100 SXM"),
+    }  # fmt: skip
+    names = {"time_s", "free_share", "largest_extent_share", "needed_share"}
+    for each in out["runs"] + out["beside"]:
+        assert all(r.keys() == names for r in each["refusals"])
+        assert all(r["largest_extent_share"] < r["needed_share"] for r in each["refusals"])
+    run = paradox_run(0, duration_s=400.0)
+    assert [r["time_s"] for r in out["runs"][0]["refusals"]] == [r.time_s for r in run.refusals]
+    for part in ("first fit", "buddy fit", "ShareGPT", "The clock is a model", "Vicuna 13B"):
+        assert part in text, part
+    much = with_much_free(run.refusals)
+    assert much and much[0].request_id in text
+    assert f"and {len(run.refusals) - len(much[:8]):,} more" in text
+
+
+def test_all_refused_requests_are_printed_if_asked_for(tmp_path, capsys):
+    argv = ["paradox", "--seeds", "1", "--duration", "200", "--fit", "best", "--all"]
+    out, text = result(tmp_path, capsys, *argv)
+    rows = [line for line in text.splitlines() if line.startswith(("  question-", "  document-"))]
+    assert len(rows) == len(out["runs"][0]["refusals"]) > 3
+    assert f"{out['runs'][0]['refusals'][0]['free_share']:.1%}" in rows[0]
+
+
+def test_the_fig2_command(tmp_path, capsys):
+    argv = ["fig2", "--seeds", "1", "--duration", "200", "--warmup", "50"]
+    out, text = result(tmp_path, capsys, *argv)
+    assert list(out["policies"]) == ["max", "pow2", "exact", "first_fit_exact"]
+    for shares in out["policies"].values():
+        assert list(shares) == ["token", "reserved", "internal", "external"]
+        assert sum(shares.values()) == pytest.approx(100)
+    run = fig2_run("pow2", duration_s=200.0, warmup_s=50.0, report_every=10)
+    assert out["policies"]["pow2"] == pytest.approx(run.shares)
+    assert sum(out["reports"]["pow2"].values()) == pytest.approx(100)
+    for part in (
+        "(57.3)",
+        "first_fit_exact",
+        "rounding",
+        "More than 5 points",
+        "Every step instead",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["paradox", "--fit", "tight"], "--fit is 'tight'; known: first, best, next, worst, buddy"),
+    (["paradox", "--seeds", "0"], "--seeds is 0, but must be at least 1"),
+    (["paradox", "--duration", "0"], "--duration is 0.0"),
+    (["paradox", "--gpu", "abacus"], "abacus"),
+    (["fig2", "--seeds", "-1"], "--seeds is -1"),
+    (["fig2", "--report-every", "0"], "--report-every is 0"),
+    (["fig2", "--warmup", "4000"], "warmup_s is 4000.0, but the run ends at 3600.0 s"),
+    (["fig2", "--json", "/nowhere/out.json"], "there is no folder /nowhere"),
+])  # fmt: skip
+def test_a_command_says_what_is_wrong(argv, message, capsys):
+    assert main(argv) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"minikv simulate {argv[0]}: ") and message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_each_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    assert exit_.value.code == 0
+    assert f"python -m minikv simulate {name}" in capsys.readouterr().out
