@@ -55,6 +55,8 @@ MODULES = {
     "minikv.scheduler": 2,
     "minikv.core": 2,
     "minikv.simulator": 2,
+    "minikv.simulator.refusals": 3,
+    "minikv.simulator.experiments": 3,
     "minikv.workloads": 2,
     "minikv.kv_cache.extents": 3,
     "minikv.kv_cache.extent_base": 3,

@@ -75,8 +75,8 @@ def _parser():
     traffic.add_argument(
         "--workload",
         default="sharegpt",
-        help="sharegpt (default: chats, 161 prompt and 338 output tokens on average) or alpaca "
-        "(instructions, 19 and 58)",
+        help="sharegpt (default: chats, 161 prompt and 338 output tokens on average), alpaca "
+        "(instructions, 19 and 58) or shared-header (questions of 267, documents of 4,000)",
     )
     traffic.add_argument("--rate", type=float, help="requests per second (default: 1)")
     traffic.add_argument(
