@@ -198,6 +198,8 @@ def test_an_engine_that_makes_fewer_tokens_is_an_error(capsys, monkeypatch, quic
         (["--allocator", "--profile"], "--allocator measures no engine"),
         (["--allocator", "--simulator"], "--allocator measures no engine"),
         (["--allocator", "--engines", "minikv-1"], "--allocator measures no engine"),
+        (["--viz", "--profile"], "--viz measures no engine"),
+        (["--viz", "--allocator"], "--viz measures no engine"),
     ],
 )
 def test_bad_input_is_one_line(capsys, argv, message):
@@ -371,3 +373,19 @@ def test_watch_without_proc(monkeypatch):
         pass
     assert watch.others is None and not watch.busy
     assert machine.cpu_name()
+
+
+# -- the widget -----------------------------------------------------------------------------
+
+
+def test_viz_json_and_table(capsys, tmp_path):
+    file = tmp_path / "out.json"
+    assert bench.main(["--viz", "--rounds", "1", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) >= 5 and len({json.dumps(row["settings"]) for row in rows}) == len(rows)
+    for row in rows:
+        parts = [row[f"{part}_ms"] for part in ("simulate", "draw", "encode")]
+        assert min(parts) > 0 and sum(parts) == pytest.approx(row["total_ms"])
+        assert f"{row['total_ms']:10.0f} " in out
+    assert "goal: 300 ms" in out

@@ -2,6 +2,7 @@
 and it reads in greyscale."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from minikv.request import Request
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import find_gpu, find_model
-from minikv.viz import fragmentation, maps, memory, pool, strips, style
+from minikv.viz import fragmentation, lab, maps, memory, owners, pool, strips, style, widgets
 
 STATES = {"": "live", "'": "reserved", "_": "internal", "~": "rounding"}
 
@@ -108,9 +109,9 @@ def test_a_moment_agrees_with_the_snapshot_slot_by_slot(kind, block_size):
     assert len(recorder.moments) == len(snapshots) > 10
     for moment, snap, report in zip(recorder.moments, snapshots, reports, strict=True):
         slots = pool.slots_of(snap)
-        owners = [run.owner for run in moment.runs for _ in range(run.num_slots)]
+        held = [run.owner for run in moment.runs for _ in range(run.num_slots)]
         states = [run.state for run in moment.runs for _ in range(run.num_slots)]
-        assert (tuple(states), tuple(owners)) == slots
+        assert (tuple(states), tuple(held)) == slots
         starts = [run.start_slot for run in moment.runs]
         assert starts == list(
             itertools.accumulate([r.num_slots for r in moment.runs[:-1]], initial=0)
@@ -260,7 +261,7 @@ def test_no_label_of_the_map_is_clipped_or_overlaps():
 
 def test_neighbours_in_memory_and_in_time_differ_in_colour():
     recorder, *_ = record(FirstFit(60, 1), [(3 + i % 7, 2 + 5 * i % 11) for i in range(80)])
-    colours = maps.colours_of(recorder.moments)
+    colours = owners.colours_of(recorder.moments)
     assert len(colours) == 80 and set(colours.values()) == set(style.COLOURS)
     for moment in recorder.moments:
         held = [run.owner for run in moment.runs if run.owner]
@@ -293,7 +294,7 @@ def test_the_strip_is_drawn_as_it_says():
     (image,) = card.axes[0].images
     assert np.array_equal(image.get_array(), strip.image) and image.origin == "lower"
     assert tuple(image.get_extent()) == (0, 3, 0, 4)
-    colours = maps.colours_of(recording(*ROWS).moments)
+    colours = owners.colours_of(recording(*ROWS).moments)
     assert (strip.image[strip.owners < 0] == 1).all()
     for number, name in enumerate(strip.names):
         live = strip.image[(strip.owners == number) & (strip.states == 0)]
@@ -409,3 +410,132 @@ def test_the_histogram_counts_pieces_and_their_slots():
     assert "4 to 7 slots: 0.5 pieces, 2 slots" in card.alt and "needs 4 slots" in card.alt
     assert fragmentation.free_extent_histogram(first)[1] == {2: (2.0, 4.0)}
     assert fragmentation.free_extent_histogram(hand("a a"))[0].png()
+
+
+# --- animation and widget ----------------------------------------------------------------------
+
+
+def test_the_player_walks_through_the_recording(monkeypatch):
+    monkeypatch.setattr(widgets, "is_live", lambda: True)
+    box = widgets.memory_player(recording(*ROWS), count=4)
+    (play, slider), image = box.children[0].children, box.children[1]
+    assert (slider.min, slider.max, play.max) == (1, 4, 4)
+    for index, free in enumerate((1, 1, 2, 2)):
+        slider.value = index + 1
+        assert f" {free} are free" in re.search('alt="(.*?)"', image.value)[1]
+
+
+def test_two_recordings_are_played_at_the_same_time(monkeypatch):
+    monkeypatch.setattr(widgets, "is_live", lambda: True)
+    late = memory.Recording((hand("z z z z", time_s=2.0), hand(". . . .", time_s=3.0)))
+    box = widgets.memory_player([("first", recording(*ROWS)), ("late", late)], count=4)
+    slider, image = box.children[0].children[1], box.children[1]
+    slider.value = 4
+    alt = re.search('alt="(.*?)"', image.value)[1]
+    assert (
+        "first: The pool of 4 slots at 3.0 s" in alt and "late: The pool of 4 slots at 3.0" in alt
+    )
+
+
+def test_without_a_kernel_the_player_shows_four_moments():
+    card = widgets.memory_player(recording(*ROWS))
+    assert isinstance(card, style.Card)
+    labels = [label.get_text() for label in card.axes[0].get_yticklabels()]
+    assert labels == ["0.0 s", "1.0 s", "2.0 s", "3.0 s"]
+    with pytest.raises(ValueError, match="'empty' holds no moment"):
+        widgets.memory_player([("empty", memory.Recording(()))])
+
+
+@pytest.fixture(scope="module")
+def broken():
+    return lab.lab_run(lab.LabSettings())
+
+
+def test_a_run_of_the_lab_is_a_function_of_its_settings(broken):
+    again = lab.lab_run(lab.LabSettings())
+    assert again == broken
+    assert lab.lab_run(lab.LabSettings(seed=1)) != broken
+
+
+def test_the_lab_counts_what_was_recorded(broken):
+    refusals = broken.recording.refusals
+    paradox = [r for r in refusals if r.waiting[0].needed_slots <= r.free_slots]
+    assert (broken.num_requests, broken.num_refused) == (300, len(refusals))
+    assert broken.num_paradox == len(paradox) > 0  # the defaults break it
+    assert broken.worst.free_slots == max(r.free_slots for r in paradox)
+    needed = broken.worst.waiting[0].needed_slots
+    assert broken.worst.largest_free_slots < needed <= broken.worst.free_slots
+    assert broken.fullest.free_slots == min(m.free_slots for m in broken.recording.moments)
+
+
+@pytest.mark.parametrize("reserve", lab.RESERVES)
+@pytest.mark.parametrize("fit", lab.FITS)
+def test_every_knob_of_the_lab_runs(fit, reserve):
+    result = lab.lab_run(lab.LabSettings(fit=fit, reserve=reserve, rate=8.0))
+    assert result.recording.moments[-1].num_slots == 6000
+    for refusal in result.recording.refusals:  # the recorder's need is what the manager asked for
+        assert refusal.largest_free_slots < refusal.waiting[0].needed_slots
+
+
+def test_the_labs_figure_shows_the_meter_and_the_worst_moment(broken):
+    card, drawn = lab.lab_figure(broken)
+    assert drawn["refused"] == {
+        "started at once": 300 - broken.num_refused,
+        "too little free": broken.num_refused - broken.num_paradox,
+        "enough free in sum": broken.num_paradox,
+    }
+    assert drawn["worst"]["free"] == broken.worst.free_slots
+    assert len(drawn["strip"].refused) == broken.num_refused
+    bars = [bar.get_width() for bar in card.axes[1].patches]
+    assert bars == list(drawn["refused"].values())
+    assert f"{broken.num_paradox} of them though enough was free in sum" in card.alt
+
+
+def test_a_picture_that_is_drawn_again_is_like_a_new_one(broken):
+    other = lab.lab_run(lab.LabSettings(reserve="max"))
+    assert other.worst is None  # slabs of one size: enough in sum is enough
+    picture = lab.LabPicture()
+    pictures = []
+    for result in (broken, other, broken):
+        picture.draw(result)
+        pictures.append(picture.png())
+    assert pictures[0] == pictures[2] != pictures[1]
+    fresh = lab.LabPicture()
+    fresh.draw(other)
+    assert fresh.png() == pictures[1]
+
+
+def test_the_labs_sliders_run_it_anew(broken, monkeypatch):
+    monkeypatch.setattr(lab, "is_live", lambda: True)
+    box = lab.fragmentation_lab()
+    controls, image = box.children[0].children, box.children[1]
+
+    def alt():
+        return re.search('alt="(.*?)"', image.value)[1].replace("&#x27;", "'")
+
+    assert alt() == lab.lab_figure(broken)[0].alt
+    rate, *_ = controls[0].children
+    rate.value = 2.0
+    expected = lab.lab_figure(lab.lab_run(lab.LabSettings(rate=2.0)))[0].alt
+    assert alt() == expected != lab.lab_figure(broken)[0].alt
+
+
+def test_without_a_kernel_the_lab_is_a_figure(broken):
+    card = lab.fragmentation_lab()
+    assert isinstance(card, style.Card) and card.alt == lab.lab_figure(broken)[0].alt
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"rate": 0}, "rate is 0.0"),
+        ({"long_share": 1.5}, "long_share is 1.5"),
+        ({"num_slots": 100}, "num_slots is 100, but must be at least 4096"),
+        ({"fit": "tight"}, "fit is 'tight'; known: first"),
+        ({"reserve": "all"}, "reserve is 'all'; known: exact"),
+    ],
+    ids=["rate", "long_share", "num_slots", "fit", "reserve"],
+)
+def test_the_lab_refuses_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        lab.LabSettings(**settings)

@@ -35,6 +35,7 @@ examples:
   python -m minikv bench --profile                           where a step's time goes
   python -m minikv bench --simulator                         its speed, and its predictions' error
   python -m minikv bench --allocator                         the block manager alone, on one core
+  python -m minikv bench --viz                               a redraw of chapter 03's widget
 """
 
 
@@ -44,7 +45,9 @@ def main(argv):
         args.engines = " ".join(args.engines).replace(",", " ").split()
     try:
         _check(args)
-        if args.allocator:
+        if args.viz:
+            result = _viz(args)
+        elif args.allocator:
             result = _allocator(args)
         elif args.simulator:
             result = _simulator(args)
@@ -108,6 +111,12 @@ def _parser():
         help="measure no engine, but the block manager alone: tokens appended and requests served "
         "per second on one core, in a pool of 1,000 blocks and in one of 100,000; beside it a "
         "dictionary with lists, and vLLM's with --vllm-python",
+    )
+    parser.add_argument(
+        "--viz",
+        action="store_true",
+        help='measure no engine, but the widget "break it yourself": the time from a slider to a '
+        "picture, and its parts",
     )
     return parser
 
@@ -353,4 +362,22 @@ def _allocator(args):
     if watch.busy:
         print(f"warning: other processes kept {watch.others:.1f} cores busy", file=sys.stderr)
     allocator.report(rows)
+    return {"rows": rows, "rounds": args.rounds, "machine": {"cpu": machine.cpu_name()}}
+
+
+# -- the widget -----------------------------------------------------------------------------
+
+
+def _viz(args):
+    if args.profile or args.simulator or args.allocator or args.engines:
+        raise ValueError(
+            "--viz measures no engine: leave out --profile, --simulator, --allocator and --engines"
+        )
+    from minikv.bench import machine, viz
+
+    with machine.Watch() as watch:
+        rows = viz.redraw(args.rounds)
+    if watch.busy:
+        print(f"warning: other processes kept {watch.others:.1f} cores busy", file=sys.stderr)
+    viz.report(rows)
     return {"rows": rows, "rounds": args.rounds, "machine": {"cpu": machine.cpu_name()}}

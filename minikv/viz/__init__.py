@@ -6,6 +6,7 @@ a `Card` (style.py): it shows itself in a notebook, on its own light background 
 
 from minikv.viz.fragmentation import free_extent_histogram, free_vs_largest
 from minikv.viz.house import lines_of_minikv
+from minikv.viz.lab import LabSettings, fragmentation_lab, lab_figure, lab_run
 from minikv.viz.maps import memory_map, memory_maps
 from minikv.viz.memory import MemoryRecorder, moment
 from minikv.viz.pool import (
@@ -19,19 +20,24 @@ from minikv.viz.pool import (
 )
 from minikv.viz.strips import memory_strip, memory_strips
 from minikv.viz.style import Card, figure
-from minikv.viz.widgets import pool_player
+from minikv.viz.widgets import memory_player, pool_player
 
 __all__ = [
     "Card",
+    "LabSettings",
     "MemoryRecorder",
     "PoolSnapshot",
     "Slots",
     "figure",
+    "fragmentation_lab",
     "free_extent_histogram",
     "free_vs_largest",
+    "lab_figure",
+    "lab_run",
     "lines_of_minikv",
     "memory_map",
     "memory_maps",
+    "memory_player",
     "memory_strip",
     "memory_strips",
     "moment",

@@ -1,75 +1,50 @@
-"""The pool as one line of addresses: who holds what, where the gaps are, and who fits in none.
+"""The pool as one line of addresses: who holds what, where the gaps are, and who fits in none."""
 
-Also what all drawings of memory share: how states look, and which request has which colour.
-"""
+from matplotlib.patches import Rectangle
 
-import numpy as np
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch, Rectangle
+from minikv.viz.owners import colours_of, fill, legend
+from minikv.viz.pool import FREE
+from minikv.viz.style import INK, MUTED, RULE, WHITE, figure, ink_on, look, tint
 
-from minikv.viz import pool
-from minikv.viz.memory import ROUNDING, STATES
-from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED
-from minikv.viz.style import (
-    COLOURS,
-    INK,
-    MUTED,
-    RULE,
-    WHITE,
-    colour,
-    figure,
-    ink_on,
-    look,
-    tint,
-)
-
-MEANING = {
-    **{state: pool.MEANING[state] for state in (LIVE, RESERVED, INTERNAL)},
-    ROUNDING: "rounding: the allocator's own",
-    FREE: "free",
-}
 MAX_CELLS = 64  # slots that are drawn and numbered one by one
-MAX_SAMPLES = 1024  # addresses that are looked at to tell neighbours apart
 BAR, POOL_WIDTH = 0.46, 6.9  # inches: height of the pool, and about its width on the page
 CHAR = 0.072  # inches that a letter of a label takes
 LIGHT = tint(MUTED, 0.22)
 
 
-def fill(state, of) -> dict:
-    """How a state looks; pool.fill knows all but one."""
-    if state == ROUNDING:
-        hatch = {"hatch": "-----", "hatchcolor": tint(of, 0.8)}
-        return {"facecolor": WHITE, "edgecolor": "none", "linewidth": 0, **hatch}
-    return pool.fill(state, of)
-
-
-def memory_map(moment, *, colours=None, title=None):
+def memory_map(moment, *, colours=None, title=None, room_below=False):
     """The pool's addresses in one row, the largest gap bracketed, and below it, to the same scale,
     the first request in line and the free slots as if they lay together.
 
+    room_below: leave the space for these two even where nobody waits, as an animation needs it.
     Returns (figure, what it drew: {"gap": (start, slots), "free", "needed", "short": slots that
     the largest gap lacks, "request", "verdict"}); what there is none of is None, and needed 0.
     """
-    drawn = _facts(moment)
-    needed, free = drawn["needed"], drawn["free"]
     colours = colours or colours_of([moment])
-    card, ax = figure(8, 2.55 if needed else 1.6, alt=_alt(moment, drawn))
+    card, ax = figure(8, 2.55 if moment.waiting or room_below else 1.6)
     with look():
-        draw_pool(ax, moment, 0.0, BAR, colours)
-        rows = [(BAR / 2, "the pool")]
-        bottom = BAR + 0.12
-        if moment.one_piece and drawn["gap"]:
-            _bracket(ax, *drawn["gap"], -0.09, moment.num_slots)
-        if needed:
-            _draw_waiting(ax, moment, drawn, 0.83)
-            rows += [(0.83 + 0.16, "needed"), (1.32 + 0.16, "free, in sum")]
-            _draw_gathered(ax, moment, _place(moment, drawn, free), 1.32)
-            bottom = 1.7
-        _frame(ax, moment, rows, -0.4 if moment.one_piece else -0.08, bottom)
-        _ticks(ax, moment, BAR)
-        card.suptitle(title or drawn["verdict"], x=0.012, ha="left", fontsize=10, weight="bold")
+        drawn = draw_map(ax, moment, colours, room_below)
+        _headline(card, title or drawn["verdict"])
         legend(card, moment.runs, colours)
+    card.alt = _alt(moment, drawn)
     return card, drawn
+
+
+def draw_map(ax, moment, colours, room_below=False) -> dict:
+    """memory_map's drawing, in axes that are at hand. Returns what it drew."""
+    drawn = _facts(moment)
+    rows = [(BAR / 2, "the pool")]
+    draw_pool(ax, moment, 0.0, BAR, colours)
+    if moment.one_piece and drawn["gap"]:
+        _bracket(ax, *drawn["gap"], -0.09, moment.num_slots)
+    if drawn["needed"]:
+        _draw_waiting(ax, moment, drawn, 0.83)
+        _draw_gathered(ax, moment, _place(moment, drawn, drawn["free"]), 1.32)
+        rows += [(0.83 + 0.16, "needed"), (1.32 + 0.16, "free, in sum")]
+    bottom = 1.7 if drawn["needed"] or room_below else BAR + 0.12
+    _frame(ax, moment, rows, -0.4 if moment.one_piece or room_below else -0.08, bottom)
+    _ticks(ax, moment, BAR)
+    return drawn
 
 
 def memory_maps(moments, *, colours=None, title=None):
@@ -85,13 +60,14 @@ def memory_maps(moments, *, colours=None, title=None):
         for i, ((label, moment), facts) in enumerate(zip(moments, drawn, strict=True)):
             top = i * pitch
             draw_pool(ax, moment, top, 0.36, colours)
-            ax.text(0, top - 0.05, facts["verdict"], fontsize=7.5, color=MUTED, va="bottom")
+            above = {"ha": "left", "va": "bottom", "fontsize": 7.5}
+            _text(ax, 0, top - 0.05, facts["verdict"], MUTED, **above)
             rows.append((top + 0.18, label))
             if moment.one_piece and facts["gap"]:
                 _bracket(ax, *facts["gap"], top + 0.36 + 0.05, moment.num_slots, below=True)
         _frame(ax, moments[0][1], rows, -0.25, pitch * len(moments) - 0.2)
         if title:
-            card.suptitle(title, x=0.012, ha="left", fontsize=10, weight="bold")
+            _headline(card, title)
         legend(card, [run for _, moment in moments for run in moment.runs], colours)
     return card, drawn
 
@@ -138,63 +114,6 @@ def _alt(moment, drawn):
         f"{len(moment.free)} pieces, the largest of {moment.largest_free_slots:,}. "
         f"{drawn['verdict']}."
     )
-
-
-# --- colours -----------------------------------------------------------------------------------
-
-
-def owner_index(moments) -> dict:
-    """{request_id: number} in the order of appearance."""
-    names = dict.fromkeys(run.owner for moment in moments for run in moment.runs)
-    names.pop(None, None)
-    return {name: i for i, name in enumerate(names)}
-
-
-def sample(moment, slots, index):
-    """(owners, states) at these slots: arrays of numbers, -1 for a free slot."""
-    starts = [run.start_slot for run in moment.runs]
-    owners = np.array([-1 if r.owner is None else index[r.owner] for r in moment.runs])
-    states = np.array([-1 if r.state == FREE else STATES.index(r.state) for r in moment.runs])
-    at = np.searchsorted(starts, slots, side="right") - 1
-    return owners[at], states[at]
-
-
-def colours_of(moments) -> dict:
-    """{request_id: colour}. There are five colours and any number of requests: one takes that
-    which meets its like least, beside it in memory or before and after it in time."""
-    index = owner_index(moments)
-    num_slots, num_owners = moments[0].num_slots, len(index)
-    slots = np.arange(num_slots) if num_slots <= MAX_SAMPLES else (
-        np.linspace(0, num_slots - 1, MAX_SAMPLES).astype(int)
-    )  # fmt: skip
-    grid = np.array([sample(moment, slots, index)[0] for moment in moments])
-    meetings = [{} for _ in range(num_owners)]
-    for axis in (0, 1):
-        filled = _fill_free(grid, axis)  # those with only a gap between them are neighbours, too
-        a, b = (filled[:-1], filled[1:]) if axis == 0 else (filled[:, :-1], filled[:, 1:])
-        meet = (a != b) & (a >= 0) & (b >= 0)
-        pairs, counts = np.unique(a[meet] * num_owners + b[meet], return_counts=True)
-        for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
-            one, other = divmod(pair, num_owners)
-            meetings[one][other] = meetings[one].get(other, 0) + count
-            meetings[other][one] = meetings[other].get(one, 0) + count
-    chosen, uses = [], [0] * len(COLOURS)
-    for number in range(num_owners):
-        clash = [0] * len(COLOURS)
-        for other, count in meetings[number].items():
-            if other < number:
-                clash[chosen[other]] += count
-        best = min(range(len(COLOURS)), key=lambda c: (clash[c], uses[c], c))
-        uses[best] += 1
-        chosen.append(best)
-    return {name: colour(chosen[i]) for name, i in index.items()}
-
-
-def _fill_free(grid, axis):
-    """Each free place as the last one before it that is held, along an axis."""
-    shape = [-1 if axis == k else 1 for k in (0, 1)]
-    place = np.where(grid >= 0, np.arange(grid.shape[axis]).reshape(shape), 0)
-    return np.take_along_axis(grid, np.maximum.accumulate(place, axis=axis), axis=axis)
 
 
 # --- the parts ---------------------------------------------------------------------------------
@@ -272,7 +191,8 @@ def _draw_waiting(ax, moment, drawn, top):
         dark = start if to_the_left else start + fits
         ax.add_patch(Rectangle((dark, top), short, height, facecolor=INK, **edge))
         text = f"{short:,} too {'long' if moment.one_piece and needed <= drawn['free'] else 'many'}"
-        _label(ax, dark, dark + short, top, text, WHITE, moment, to_the_left)
+        bar = (start, start + needed)
+        _label(ax, (dark, dark + short), bar, top, text, WHITE, moment, to_the_left)
     name = f"{drawn['request']}: {needed:,}"
     if fits > (len(name) + 1) * CHAR * moment.num_slots / POOL_WIDTH:
         _text(ax, light + fits / 2, top + height / 2, name, INK, fontweight="bold")
@@ -289,26 +209,32 @@ def _draw_gathered(ax, moment, start, top):
     for run in moment.free[:-1] if apart else ():  # where the pieces meet
         x += run.num_slots
         ax.plot([x, x], [top, top + height], color=RULE, linewidth=0.8)
-    _label(ax, start, start + moment.free_slots, top, f"{moment.free_slots:,}", INK, moment)
+    bar = (start, start + moment.free_slots)
+    _label(ax, bar, bar, top, f"{moment.free_slots:,}", INK, moment)
 
 
-def _label(ax, start, end, top, text, ink, moment, to_the_left=False):
-    """In the middle of a bar if there is room, else beside it."""
+def _label(ax, part, bar, top, text, ink, moment, to_the_left=False):
+    """In the middle of a part of a bar if there is room, else beside the bar, on the part's side
+    if there is room. A bar as long as the pool may leave no room at all."""
     width = (len(text) + 1) * CHAR * moment.num_slots / POOL_WIDTH
     y = top + 0.16
-    if end - start > width:
-        box = {"boxstyle": "square,pad=0.1", "facecolor": INK if ink == WHITE else WHITE,
-               "edgecolor": "none"}  # fmt: skip
-        _text(ax, (start + end) / 2, y, text, ink, bbox=box)
-    elif end + width < moment.num_slots and not to_the_left:
-        _text(ax, end, y, " " + text, INK, ha="left")
-    else:
-        _text(ax, start, y, text + " ", INK, ha="right")
+    if part[1] - part[0] > width:
+        face = INK if ink == WHITE else WHITE
+        box = {"boxstyle": "square,pad=0.1", "facecolor": face, "edgecolor": "none"}
+        _text(ax, sum(part) / 2, y, text, ink, bbox=box)
+    elif bar[1] + width < moment.num_slots and not (to_the_left and bar[0] > width):
+        _text(ax, bar[1], y, " " + text, INK, ha="left")
+    elif bar[0] > width:
+        _text(ax, bar[0], y, text + " ", INK, ha="right")
 
 
 def _text(ax, x, y, text, ink, **options):
     options = {"ha": "center", "va": "center", "fontsize": 8} | options
     ax.text(x, y, text, color=ink, parse_math=False, **options)
+
+
+def _headline(card, text):
+    card.suptitle(text, x=0.012, ha="left", fontsize=10, weight="bold", parse_math=False)
 
 
 def _frame(ax, moment, rows, top, bottom):
@@ -340,19 +266,3 @@ def nice_step(total, count):
     while total / step > count:
         step = step * 5 // 2 if str(step)[0] == "2" else step * 2
     return step
-
-
-def legend(card, runs, colours, more=()):
-    """The states that occur, each in the first requests' colours. more: handles of other things."""
-    shown = list(dict.fromkeys(colours.values()))[:3] or [MUTED]
-    states = [s for s in MEANING if s == FREE or any(run.state == s for run in runs)]
-    edge = {"edgecolor": INK, "linewidth": 0.6}
-    swatches = [tuple(Patch(**fill(s, of) | edge) for of in shown) for s in states]
-    card.legend(
-        handles=[*swatches, *more],
-        labels=[*(MEANING[s] for s in states), *(handle.get_label() for handle in more)],
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="outside lower center",
-        ncols=len(swatches) + len(more) if len(swatches) + len(more) <= 4 else 3,
-        columnspacing=1.2,
-    )

@@ -5,6 +5,8 @@ room. The figures (maps, strips, fragmentation) are functions of it alone.
 """
 
 import functools
+import math
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -112,6 +114,8 @@ class MemoryRecorder:
     clock between moments at least; 0 notes every step. max_rows: with more moments than that every
     second one is dropped and every_s grows, so that a run of any length stays small.
 
+    From its making on it stands between the core's manager and whoever calls allocate_slots.
+
     Raises TypeError or ValueError for an every_s below 0 and for max_rows below 2.
     """
 
@@ -142,22 +146,24 @@ class MemoryRecorder:
         allocate_slots = manager.allocate_slots
 
         @functools.wraps(allocate_slots)
-        def watched(request, *args, **options):
-            table = allocate_slots(request, *args, **options)
+        def watched(request, num_new_tokens, **options):
+            table = allocate_slots(request, num_new_tokens, **options)
             if table is None and request.request_id not in self._tried:
                 self._tried.add(request.request_id)
                 if request.first_scheduled_time is None:  # it never ran: not a preempted one
-                    self.refusals.append(moment(self.core, [request]))
+                    num_tokens = request.num_computed_tokens + num_new_tokens
+                    num_tokens += options.get("num_cached_tokens", 0)
+                    num_tokens = max(num_tokens, options.get("must_fit_tokens", 0))
+                    needed = Waiting(request.request_id, needed_slots(manager, request, num_tokens))
+                    self.refusals.append(moment(self.core)._replace(waiting=(needed,)))
             return table
 
         manager.allocate_slots = watched
 
 
-def moment(core, in_line=None) -> Moment:
-    """The pool of an EngineCore as it is now. in_line: the requests that wait; those of its
-    scheduler, unless given."""
+def moment(core) -> Moment:
+    """The pool of an EngineCore as it is now, and its scheduler's queue."""
     manager, scheduler = core.manager, core.scheduler
-    in_line = scheduler.waiting if in_line is None else in_line
     snap = snapshot(core)
     cuts = ()
     if hasattr(manager, "allocator"):  # free neighbours that a buddy allocator cannot join
@@ -170,19 +176,22 @@ def moment(core, in_line=None) -> Moment:
         runs=tuple(runs_of(snap, cuts)),
         waiting=tuple(
             Waiting(request.request_id, needed_slots(manager, request))
-            for request, _ in zip(in_line, range(MAX_WAITING), strict=False)
+            for request in islice(scheduler.waiting, MAX_WAITING)
         ),
-        num_waiting=len(in_line),
+        num_waiting=len(scheduler.waiting),
         num_running=len(scheduler.running),
     )
 
 
-def needed_slots(manager, request) -> int:
-    """Slots that the request has to be given before it may start, by the manager's policy; for a
-    manager that takes blocks as they are needed, those of all tokens that it knows."""
-    num_blocks = cdiv(request.num_tokens, manager.block_size)
+def needed_slots(manager, request, num_tokens=None) -> int:
+    """Slots that the request has to be given at once so that its first num_tokens tokens (all that
+    it knows, unless given) have room: what the manager's policy reserves for them, else a block
+    for every block_size of them."""
+    num_tokens = request.num_tokens if num_tokens is None else num_tokens
     if hasattr(manager, "num_blocks_for"):  # ContiguousKVCacheManager, or who is asked likewise
-        num_blocks = manager.num_blocks_for(request, request.num_tokens)
+        num_blocks = manager.num_blocks_for(request, num_tokens)
+    else:
+        num_blocks = cdiv(num_tokens, manager.block_size)
     if hasattr(manager, "allocator"):
         num_blocks = manager.allocator.round_up(num_blocks)
     return num_blocks * manager.block_size
@@ -192,30 +201,52 @@ def runs_of(snap, cuts=()) -> list[Run]:
     """The pool of a PoolSnapshot as runs. A slot that stands in several tables counts once: as
     live if it is so for any of them, and for the first table otherwise. cuts: slots where a run
     begins, whatever lies before it."""
+    apart = all(isinstance(table, range) for table in snap.tables.values())
+    held = _held_apart(snap) if apart else _held_anyhow(snap)
+    runs, at = [], 0
+    cuts = iter([*sorted(cuts), math.inf])
+    cut = next(cuts)
+    for run in (*held, Run(snap.num_blocks * snap.block_size, 0, None, FREE)):
+        while at < run.start_slot:
+            while cut <= at:
+                cut = next(cuts)
+            end = min(cut, run.start_slot)
+            runs.append(Run(at, end - at, None, FREE))
+            at = end
+        runs.append(run)
+        at += run.num_slots
+    return runs[:-1]
+
+
+def _held_apart(snap):
+    """The held runs of tables that are ranges, in address order."""
+    size, runs = snap.block_size, []
+    for name, table in sorted(snap.tables.items(), key=lambda item: item[1].start):
+        start = table.start * size
+        ends = (snap.num_live[name], snap.max_live[name], len(table) * size)
+        at = 0
+        for end, state in zip(ends, STATES, strict=False):
+            if end > at:
+                runs.append(Run(start + at, end - at, name, state))
+                at = end
+    return runs
+
+
+def _held_anyhow(snap):
+    """The held runs of any tables, slot by slot: blocks may be scattered, and shared."""
     size, names = snap.block_size, list(snap.tables)
     codes = np.full(snap.num_blocks * size, -1)  # owner's index * 4 + state's
     for live_pass in (False, True):
         for index in range(len(names) - 1, -1, -1):
             table = snap.tables[names[index]]
-            ends = [snap.num_live[names[index]], snap.max_live[names[index]], len(table) * size]
-            slots = _slots_of(table, size)
-            for state, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            slots = (np.asarray(table, int)[:, None] * size + np.arange(size)).ravel()
+            ends = (snap.num_live[names[index]], snap.max_live[names[index]], len(slots))
+            for state, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
                 if (state == 0) == live_pass and end > start:
-                    codes[slots(start, end)] = len(STATES) * index + state
-    starts = sorted({0, *cuts, *(np.flatnonzero(np.diff(codes)) + 1).tolist()})
-    runs = []
-    for start, end, code in zip(
-        starts, [*starts[1:], len(codes)], codes[starts].tolist(), strict=True
-    ):
-        owner, state = divmod(code, len(STATES))
-        held = (names[owner], STATES[state]) if code >= 0 else (None, FREE)
-        runs.append(Run(start, end - start, *held))
-    return runs
-
-
-def _slots_of(table, size):
-    """A function from token positions [start, end) to an index into the pool's slots."""
-    if isinstance(table, range) and table.step == 1:
-        return lambda start, end: slice(table.start * size + start, table.start * size + end)
-    slots = (np.asarray(table, int)[:, None] * size + np.arange(size)).ravel()
-    return lambda start, end: slots[start:end]
+                    codes[slots[start:end]] = len(STATES) * index + state
+    starts = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist()]
+    ends = [*starts[1:], len(codes)]
+    for start, end, code in zip(starts, ends, codes[starts].tolist(), strict=True):
+        if code >= 0:
+            owner, state = divmod(code, len(STATES))
+            yield Run(start, end - start, names[owner], STATES[state])

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 
-from minikv.viz.maps import colours_of, legend, owner_index, sample
 from minikv.viz.memory import STATES, enough_in_sum
+from minikv.viz.owners import colours_of, legend, owner_index, sample
 from minikv.viz.pool import INTERNAL, LIVE, RESERVED
 from minikv.viz.style import COLOURS, DPI, INK, MUTED, RULE, WHITE, figure, look, tint
 
@@ -88,7 +88,7 @@ def memory_strips(recordings, *, highlight=()):
             extent = (start, end, 0, recording.moments[0].num_slots)
             ax.imshow(strip.image, origin="lower", extent=extent, aspect="auto",
                       interpolation="nearest")  # fmt: skip
-            _mark_refusals(ax, strip.refused, start, end)
+            mark_refusals(ax, strip.refused, start, end)
             strips.append(strip)
         card.alt = " ".join(
             _alt(title, recording, strip)
@@ -163,7 +163,7 @@ def _edges(owners, palette):
     return edge
 
 
-def _mark_refusals(ax, refused, start, end):
+def mark_refusals(ax, refused, start, end):
     for lane, (enough, handle) in enumerate(zip((True, False), REFUSED, strict=True)):
         times = [t for t, _, e in refused if e == enough and start <= t <= end]
         top = 1.095 - 0.045 * lane

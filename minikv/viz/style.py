@@ -92,10 +92,12 @@ class Card(Figure):
         with open(path, "wb") as file:
             file.write(self.png(dpi))
 
-    def img(self) -> str:
-        """An HTML element with its alt text. JupyterLab gives a plain PNG none."""
+    def img(self, png=None) -> str:
+        """An HTML element with its alt text. JupyterLab gives a plain PNG none. png: its bytes,
+        where they are at hand."""
         width, height = self._shown_size()
-        data, alt = base64.b64encode(self.png()).decode(), html.escape(self.alt, quote=True)
+        data = base64.b64encode(self.png() if png is None else png).decode()
+        alt = html.escape(self.alt, quote=True)
         size = f'width="{width}" height="{height}" style="max-width:100%;height:auto"'
         return f'<img {size} alt="{alt}" src="data:image/png;base64,{data}">'
 

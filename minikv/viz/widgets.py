@@ -1,5 +1,7 @@
 """A slider and a play button over a figure function; a plain figure where no kernel can answer."""
 
+from minikv.viz.maps import memory_map, memory_maps, verdict
+from minikv.viz.owners import colours_of
 from minikv.viz.pool import pool_at_steps, pool_map
 from minikv.viz.style import is_live
 
@@ -19,6 +21,46 @@ def pool_player(snapshots, *, blocks_per_row=None, names=None):
         return pool_map(snap, blocks_per_row=blocks_per_row, names=names)[0]
 
     return step_player(snapshots, draw)
+
+
+def memory_player(recording, *, count=60):
+    """The memory over time as an animation of `count` moments, evenly spread; the keys are those
+    of pool_player. recording: a Recording, drawn as memory_map, or several, [(title, Recording)],
+    over pools of one size and at the same times, drawn as memory_maps.
+
+    Without a live kernel: four of the moments, below each other. Raises ValueError where a
+    recording holds no moment.
+    """
+    named = recording if isinstance(recording, list) else [("", recording)]
+    for title, each in named:
+        if not each.moments:
+            raise ValueError(f"the recording {title!r} holds no moment")
+    colours = [colours_of(each.moments) for _, each in named]
+    both = {name: of for each in colours for name, of in each.items()}
+    start = min(each.moments[0].time_s for _, each in named)
+    end = max(each.moments[-1].time_s for _, each in named)
+    count = count if is_live() else 4
+    times = [start + (end - start) * i / (count - 1) for i in range(count)]
+
+    def at(each, time_s):
+        return next((m for m in reversed(each.moments) if m.time_s <= time_s), each.moments[0])
+
+    def draw(time_s):
+        moments = [(title, at(each, time_s)) for title, each in named]
+        if len(moments) > 1:
+            return memory_maps(moments, colours=both, title=f"{time_s:,.1f} s")[0]
+        moment = moments[0][1]
+        title = f"{moment.time_s:,.1f} s: {verdict(moment)}"
+        return memory_map(moment, colours=both, title=title, room_below=True)[0]
+
+    if is_live():
+        return step_player(times, draw)
+    moments = [
+        (f"{title} {time_s:,.1f} s".strip(), at(each, time_s))
+        for time_s in times
+        for title, each in named
+    ]
+    return memory_maps(moments, colours=both)[0]
 
 
 def step_player(states, draw, *, milliseconds=400):

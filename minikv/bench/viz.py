@@ -1,0 +1,66 @@
+"""How long the widget "break it yourself" takes from a moved slider to a picture, part by part."""
+
+import itertools
+import statistics
+import time
+
+from minikv.viz.lab import LabPicture, LabSettings, lab_run
+
+GOAL_MS = 300  # for a run of 300 requests
+PARTS = ("simulate", "draw", "encode")
+SETTINGS = (
+    LabSettings(),
+    LabSettings(fit="best"),
+    LabSettings(fit="buddy"),
+    LabSettings(reserve="max"),
+    LabSettings(reserve="grow"),
+    LabSettings(rate=2.0, num_slots=4096),
+    LabSettings(rate=10.0, num_slots=16384),
+)
+
+
+def redraw(rounds) -> list[dict]:
+    """Rows {"settings", "simulate_ms", "draw_ms", "encode_ms", "total_ms", "total_ms_range"}:
+    medians over the rounds, of one picture that is drawn again and again, as the widget does it."""
+    picture = LabPicture()
+    _redraw(picture, SETTINGS[0])  # fonts are loaded, caches filled
+    rows = []
+    for settings in SETTINGS:
+        times = [_redraw(picture, settings) for _ in range(rounds)]
+        totals = [sum(parts) for parts in times]
+        medians = (statistics.median(part) for part in zip(*times, strict=True))
+        rows.append(
+            {
+                "settings": vars(settings),
+                **{f"{part}_ms": ms for part, ms in zip(PARTS, medians, strict=True)},
+                "total_ms": statistics.median(totals),
+                "total_ms_range": [min(totals), max(totals)],
+            }
+        )
+    return rows
+
+
+def _redraw(picture, settings):
+    """Milliseconds of each part."""
+    times = [time.perf_counter()]
+    result = lab_run(settings)
+    times.append(time.perf_counter())
+    picture.draw(result)
+    times.append(time.perf_counter())
+    picture.png()
+    times.append(time.perf_counter())
+    return [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+
+
+def report(rows):
+    print(
+        f"{'a redraw of 300 requests, in ms':44}" + "".join(f"{part:>10}" for part in PARTS), end=""
+    )
+    print(f"{'total':>10} {'range':>13}")
+    for row in rows:
+        s, (low, high) = row["settings"], row["total_ms_range"]
+        name = f"{s['fit']}, {s['reserve']}, {s['rate']:g}/s, {s['num_slots']:,} slots"
+        parts = "".join(f"{row[f'{part}_ms']:10.0f}" for part in PARTS)
+        print(f"{name:44}{parts}{row['total_ms']:10.0f} {f'{low:.0f}-{high:.0f}':>13}")
+    median = statistics.median(row["total_ms"] for row in rows)
+    print(f"\nmedian of the settings: {median:.0f} ms; goal: {GOAL_MS} ms, from slider to picture")
