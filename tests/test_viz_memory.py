@@ -9,6 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from minikv.kv_cache.base import KVCacheManager, cdiv
+from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
 from minikv.request import Request
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
@@ -119,6 +120,33 @@ def test_a_moment_agrees_with_the_snapshot_slot_by_slot(kind, block_size):
         assert all(a[2:] != b[2:] for a, b in itertools.pairwise(moment.runs))  # runs are merged
         assert (moment.free_slots, moment.num_slots) == (report.free, 32)
         assert moment.one_piece == (kind is FirstFit or not snap.tables)
+
+
+@pytest.mark.parametrize("reserve", RESERVE_POLICIES)
+@pytest.mark.parametrize("fit", ["first", "buddy"])
+def test_a_moment_agrees_with_the_report_of_every_policy(fit, reserve):
+    """Rounding included, and the free extents are the allocator's, which may be neighbours."""
+    manager = ContiguousKVCacheManager(22, 4, max_model_len=16, reserve=reserve, fit=fit)
+    run = simulation(manager)
+    recorder = memory.MemoryRecorder(run.core)
+    seen = set()
+
+    def on_step(core):
+        recorder(core)
+        moment, report = recorder.moments[-1], manager.report()
+        assert {state: moment.count(state) for state in memory.STATES} == {
+            state: getattr(report, state) for state in memory.STATES
+        }
+        free = [(run.start_slot, run.num_slots) for run in moment.free]
+        assert free == [(e.start * 4, e.num_blocks * 4) for e in manager.allocator.extents()]
+        seen.update(run.state for run in moment.runs)
+
+    requests = [
+        Request(f"r{i}", num_prompt_tokens=prompt, max_tokens=output)
+        for i, (prompt, output) in enumerate(LENGTHS)
+    ]
+    run.run(requests, on_step=on_step)
+    assert (memory.ROUNDING in seen) == (fit == "buddy" and reserve != "max")
 
 
 def test_a_shared_block_counts_once_and_as_live():

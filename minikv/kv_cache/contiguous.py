@@ -204,6 +204,13 @@ class ContiguousKVCacheManager(KVCacheManager):
 
     # -- the books ------------------------------------------------------------------------------
 
+    def num_rounding_slots(self, request_id) -> int:
+        """The last slots of its table, which the allocator added to what the policy asked for, as
+        far as no token has reached them."""
+        B, request = self.block_size, self.requests[request_id]
+        num_asked_slots = max(self._asked[request_id] * B, request.num_computed_tokens)
+        return len(self.tables[request_id]) * B - num_asked_slots
+
     def report(self, next_request=None):
         """The report knows max_tokens, whatever the policy knows: slots that the longest possible
         answer reaches are `reserved`, those beyond it `internal`.
@@ -216,12 +223,13 @@ class ContiguousKVCacheManager(KVCacheManager):
         live = reserved = internal = rounding = 0
         for request_id, table in self.tables.items():
             request = self.requests[request_id]
-            num_asked_slots = max(self._asked[request_id] * B, request.num_computed_tokens)
+            num_rounding_slots = self.num_rounding_slots(request_id)
+            num_asked_slots = len(table) * B - num_rounding_slots
             may_use = min(num_asked_slots, request.max_live_tokens)
             live += request.num_live_tokens
             reserved += may_use - request.num_live_tokens
             internal += num_asked_slots - may_use
-            rounding += len(table) * B - num_asked_slots
+            rounding += num_rounding_slots
         free, external = self.num_free_blocks * B, 0
         if next_request is not None:
             num_blocks = self.num_blocks_for(next_request, next_request.num_tokens)

@@ -33,8 +33,8 @@ FITS = ("first", "best", "next", "worst", "buddy")
 RESERVES = ("exact", "max", "pow2", "double", "grow")
 DPI = 100  # of the widget's picture
 KEY = (
-    "solid: live, striped: reserved, dotted: never used, white: free. "
-    "Above: refused, dark where the sum was enough"
+    "solid: live, striped: reserved, dotted: never used, ruled: rounded up, white: free. "
+    "Above: refused, dark if the sum was enough"
 )
 
 

@@ -5,8 +5,8 @@ room. The figures (maps, strips, fragmentation) are functions of it alone.
 """
 
 import functools
+import itertools
 import math
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -165,18 +165,20 @@ def moment(core) -> Moment:
     """The pool of an EngineCore as it is now, and its scheduler's queue."""
     manager, scheduler = core.manager, core.scheduler
     snap = snapshot(core)
-    cuts = ()
-    if hasattr(manager, "allocator"):  # free neighbours that a buddy allocator cannot join
+    cuts, rounding = (), {}
+    if hasattr(manager, "allocator"):  # a buddy allocator rounds up, and cannot join all neighbours
         cuts = [extent.start * manager.block_size for extent in manager.allocator.extents()]
+    if hasattr(manager, "num_rounding_slots"):
+        rounding = {name: manager.num_rounding_slots(name) for name in snap.tables}
     return Moment(
         time_s=core.clock.now(),
         step=snap.step,
         block_size=snap.block_size,
         one_piece=all(isinstance(table, range) for table in manager.tables.values()),
-        runs=tuple(runs_of(snap, cuts)),
+        runs=tuple(runs_of(snap, cuts, rounding)),
         waiting=tuple(
             Waiting(request.request_id, needed_slots(manager, request))
-            for request in islice(scheduler.waiting, MAX_WAITING)
+            for request in itertools.islice(scheduler.waiting, MAX_WAITING)
         ),
         num_waiting=len(scheduler.waiting),
         num_running=len(scheduler.running),
@@ -197,12 +199,20 @@ def needed_slots(manager, request, num_tokens=None) -> int:
     return num_blocks * manager.block_size
 
 
-def runs_of(snap, cuts=()) -> list[Run]:
+def runs_of(snap, cuts=(), rounding=None) -> list[Run]:
     """The pool of a PoolSnapshot as runs. A slot that stands in several tables counts once: as
-    live if it is so for any of them, and for the first table otherwise. cuts: slots where a run
-    begins, whatever lies before it."""
+    live if it is so for any of them, and for the first table otherwise.
+
+    cuts: slots where a run of free ones begins, whatever lies before it. rounding: request_id ->
+    the last slots of its table that the allocator added.
+    """
     apart = all(isinstance(table, range) for table in snap.tables.values())
-    held = _held_apart(snap) if apart else _held_anyhow(snap)
+    ends = {}  # of each table: where its live slots end, its reserved ones, internal, rounding
+    for name, table in snap.tables.items():
+        size = len(table) * snap.block_size
+        asked = size - (rounding or {}).get(name, 0)
+        ends[name] = (snap.num_live[name], min(snap.max_live[name], asked), asked, size)
+    held = _held_apart(snap, ends) if apart else _held_anyhow(snap, ends)
     runs, at = [], 0
     cuts = iter([*sorted(cuts), math.inf])
     cut = next(cuts)
@@ -218,21 +228,19 @@ def runs_of(snap, cuts=()) -> list[Run]:
     return runs[:-1]
 
 
-def _held_apart(snap):
+def _held_apart(snap, ends):
     """The held runs of tables that are ranges, in address order."""
     size, runs = snap.block_size, []
     for name, table in sorted(snap.tables.items(), key=lambda item: item[1].start):
-        start = table.start * size
-        ends = (snap.num_live[name], snap.max_live[name], len(table) * size)
-        at = 0
-        for end, state in zip(ends, STATES, strict=False):
+        start, at = table.start * size, 0
+        for end, state in zip(ends[name], STATES, strict=True):
             if end > at:
                 runs.append(Run(start + at, end - at, name, state))
                 at = end
     return runs
 
 
-def _held_anyhow(snap):
+def _held_anyhow(snap, ends):
     """The held runs of any tables, slot by slot: blocks may be scattered, and shared."""
     size, names = snap.block_size, list(snap.tables)
     codes = np.full(snap.num_blocks * size, -1)  # owner's index * 4 + state's
@@ -240,13 +248,13 @@ def _held_anyhow(snap):
         for index in range(len(names) - 1, -1, -1):
             table = snap.tables[names[index]]
             slots = (np.asarray(table, int)[:, None] * size + np.arange(size)).ravel()
-            ends = (snap.num_live[names[index]], snap.max_live[names[index]], len(slots))
-            for state, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            bounds = itertools.pairwise((0, *ends[names[index]]))
+            for state, (start, end) in enumerate(bounds):
                 if (state == 0) == live_pass and end > start:
                     codes[slots[start:end]] = len(STATES) * index + state
     starts = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist()]
-    ends = [*starts[1:], len(codes)]
-    for start, end, code in zip(starts, ends, codes[starts].tolist(), strict=True):
+    bounds = itertools.pairwise([*starts, len(codes)])
+    for (start, end), code in zip(bounds, codes[starts].tolist(), strict=True):
         if code >= 0:
             owner, state = divmod(code, len(STATES))
             yield Run(start, end - start, names[owner], STATES[state])
