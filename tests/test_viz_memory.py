@@ -176,7 +176,7 @@ def test_a_refusal_is_the_state_in_the_middle_of_the_step():
 def test_who_is_refused_again_or_steps_back_is_no_first_attempt():
     recorder, *_ = record(Scattered(10, 1), [(4, 6), (4, 6), (8, 2)])
     assert recorder.core.scheduler.num_preemptions > 0
-    assert [r.waiting[0].request_id for r in recorder.refusals] == ["r2"]
+    assert [r.waiting for r in recorder.refusals] == [(memory.Waiting("r2", 8),)]
 
 
 def test_a_long_recording_stays_small_and_even():
@@ -316,6 +316,11 @@ def test_the_strip_shows_each_slot_at_each_time():
     assert strip.states.tolist() == [[0, 0, 0], [0, 0, 2], [1, 0, -1], [-1, -1, -1]]
 
 
+def test_a_moment_is_shown_from_its_own_time_on():
+    strip = strips.strip_of(recording("a .", ". b"), 2, 2, start=0.5, end=2.5)
+    assert strip.times == (1.0, 2.0) and strip.owners[:, 0].tolist() == [-1, 1]
+
+
 def test_the_strip_is_drawn_as_it_says():
     """Every point: its colour is the owner's, free is white, what is only reserved is lighter."""
     card, strip = strips.memory_strip(recording(*ROWS))
@@ -415,6 +420,8 @@ def test_free_vs_largest_returns_both_lines():
     assert drawn["refused"] == [(1.0, 0.3, True), (2.0, 0.9, False)]
     above, below = (line.get_ydata() for line in card.axes[0].lines)
     assert list(above) == [40, 40] and list(below) == [20, 40]
+    shade = card.axes[0].collections[0].get_paths()[0].vertices.tolist()
+    assert [1, 20] in shade  # each moment lasts until the next, as the lines do
     assert "at 0 s: 40% free, 20% in the largest gap" in card.alt and card.png()
 
 
