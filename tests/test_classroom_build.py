@@ -127,6 +127,19 @@ def test_exercises_have_stubs_locked_checks_and_expected_outputs():
     assert "SOLUTION" in cell(solution, "ex-1-1").source  # the markers nbgrader looks for
 
 
+def test_what_shows_the_learners_own_answer_ships_without_the_solutions_output(tmp_path):
+    root = copy_course(tmp_path)
+    heading = "# %% [markdown]\n# ## Exercise 1.2"
+    mine = '# %% mine tags=["own-output"]\nprint(num_blocks(33) if BLOCK_SIZE else 0)\n\n'
+    edit(root / "solutions/src/01_slots.py", heading, mine + heading)
+    build_chapter(root, "01_slots")
+    shipped = cell(read(root / "exercises/01_slots.ipynb"), "mine")
+    solved = cell(read(root / "solutions/01_slots.ipynb"), "mine")
+    assert solved.outputs[0].text == "3\n" and solved.execution_count
+    assert shipped.outputs == [] and shipped.execution_count is None
+    assert shipped.source == solved.source and check_course(root) == []
+
+
 def test_exercise_cells_have_nbgraders_metadata_and_no_other_keys():
     notebooks = [
         read(built_course() / f"{kind}/01_slots.ipynb") for kind in ("solutions", "exercises")

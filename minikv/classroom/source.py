@@ -12,7 +12,8 @@ A source is a jupytext "percent" file without any header:
   A Markdown cell's id is a hash of its text. So an insertion renames nothing.
 * Any metadata may follow the title, nested too: `# %% plot tags=["nbval-ignore-output"]`. Tags with
   a meaning here: `raises-exception` (the error is meant), `nbval-ignore-output` (the output differs
-  from run to run, say a time), `solution` (the cell is left out of the exercises).
+  from run to run, say a time), `solution` (the cell is left out of the exercises), `own-output` (it
+  shows the learner's own answer: the exercise has the cell, without the solution's output).
 
 In `solutions/src`, a title says what a cell is; `2-1` is exercise 2.1, and a suffix (`ex-2-1-b`)
 allows several cells of one kind:
@@ -309,8 +310,9 @@ def exercise_from(solution):
         role = role_of(cell)
         if role == "answer":
             cell.source = stub(cell)
+        if role == "answer" or "own-output" in cell.metadata.get("tags", []):
             cell.outputs, cell.execution_count = [], None
-        elif role == "written":
+        if role == "written":
             cell.source = f"*Exercise {exercise_of(cell)}: write your answer here.*"
         if role:
             # JupyterLab honours these two: no accident removes a check or an answer cell.
