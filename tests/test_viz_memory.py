@@ -13,6 +13,7 @@ from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManage
 from minikv.request import Request
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
+from minikv.simulator.refusals import RefusalRecorder
 from minikv.specs import find_gpu, find_model
 from minikv.viz import fragmentation, lab, maps, memory, owners, pool, strips, style, widgets
 
@@ -78,6 +79,13 @@ def simulation(manager, **limits):
     return Simulation(Scheduler(manager, **limits), step_time)
 
 
+def requests_of(lengths):
+    return [
+        Request(f"r{i}", num_prompt_tokens=prompt, max_tokens=output)
+        for i, (prompt, output) in enumerate(lengths)
+    ]
+
+
 def record(manager, lengths, **options):
     """(recorder, snapshots after each step, reports): requests r0, r1... all there at the start."""
     run = simulation(manager)
@@ -89,11 +97,7 @@ def record(manager, lengths, **options):
         snapshots.append(pool.snapshot(core))
         reports.append(core.manager.report())
 
-    requests = [
-        Request(f"r{i}", num_prompt_tokens=prompt, max_tokens=output)
-        for i, (prompt, output) in enumerate(lengths)
-    ]
-    run.run(requests, on_step=on_step)
+    run.run(requests_of(lengths), on_step=on_step)
     return recorder, snapshots, reports
 
 
@@ -141,11 +145,7 @@ def test_a_moment_agrees_with_the_report_of_every_policy(fit, reserve):
         assert free == [(e.start * 4, e.num_blocks * 4) for e in manager.allocator.extents()]
         seen.update(run.state for run in moment.runs)
 
-    requests = [
-        Request(f"r{i}", num_prompt_tokens=prompt, max_tokens=output)
-        for i, (prompt, output) in enumerate(LENGTHS)
-    ]
-    run.run(requests, on_step=on_step)
+    run.run(requests_of(LENGTHS), on_step=on_step)
     assert (memory.ROUNDING in seen) == (fit == "buddy" and reserve != "max")
 
 
@@ -174,9 +174,35 @@ def test_a_refusal_is_the_state_in_the_middle_of_the_step():
 
 
 def test_who_is_refused_again_or_steps_back_is_no_first_attempt():
-    recorder, *_ = record(Scattered(10, 1), [(4, 6), (4, 6), (8, 2)])
-    assert recorder.core.scheduler.num_preemptions > 0
+    run = simulation(Scattered(10, 1))
+    recorder = memory.MemoryRecorder(run.core)
+    lengths = [(4, 6), (4, 6), (8, 2)]
+    run.run(requests_of(lengths), on_step=recorder)
+    assert run.core.scheduler.num_preemptions > 0
     assert [r.waiting for r in recorder.refusals] == [(memory.Waiting("r2", 8),)]
+
+
+def test_the_refusals_are_those_of_the_experiments():
+    """Same rule, same numbers as RefusalRecorder's, whether the core was known before or not."""
+    for known in (True, False):
+        run = simulation(
+            ContiguousKVCacheManager(22, 4, max_model_len=16, reserve="exact", fit="buddy")
+        )
+        plain = RefusalRecorder(run.core)
+        recorder = memory.MemoryRecorder(run.core if known else None)
+        run.run(requests_of([(1, 1), *LENGTHS, *LENGTHS][:12]), on_step=recorder)
+        found = [
+            (r.waiting[0].request_id, r.time_s, r.free_slots / 88, r.largest_free_slots / 88)
+            for r in recorder.recording.refusals
+        ]
+        assert len(found) >= (3 if known else 2)
+        expected = plain.refusals[-len(found) :]
+        assert found == [
+            (r.request_id, r.time_s, r.free_share, r.largest_extent_share) for r in expected
+        ]
+        assert [memory.enough_in_sum(r) for r in recorder.refusals] == [
+            r.had_enough_in_sum for r in expected
+        ]
 
 
 def test_a_long_recording_stays_small_and_even():
@@ -206,6 +232,13 @@ def test_a_recorder_refuses_bad_limits(options, message):
         memory.MemoryRecorder(simulation(FirstFit(4, 1)).core, **options)
 
 
+def test_a_part_of_a_recording():
+    refused = hand(TEN, 3, time_s=1.0), hand(TEN, 9, time_s=2.5)
+    part = recording(*ROWS, refusals=refused).between(1.0, 2.0)
+    assert [m.time_s for m in part.moments] == [1.0, 2.0]
+    assert [r.time_s for r in part.refusals] == [1.0]
+
+
 # --- the map -----------------------------------------------------------------------------------
 
 
@@ -217,9 +250,10 @@ def test_a_recorder_refuses_bad_limits(options, message):
         (TEN, 5, True, "'w' needs 5 slots; 4 are free: too little memory"),
         (TEN, 3, False, "'w' needs 3 slots; 4 are free, in 2 pieces, and any will do: it fits"),
         (TEN, 0, True, "4 of 10 slots are free; the largest gap is 2"),
+        ("a .", 0, False, "1 of 2 slots are free, in 1 piece"),
         ("a a", 0, True, "no slot is free"),
     ],
-    ids=["fragmented", "fits", "too-little", "paged", "nobody", "full"],
+    ids=["fragmented", "fits", "too-little", "paged", "nobody", "paged-nobody", "full"],
 )
 def test_the_verdict(cells, needed, one_piece, expected):
     card, drawn = maps.memory_map(hand(cells, needed, one_piece=one_piece))
@@ -423,6 +457,10 @@ def test_free_vs_largest_returns_both_lines():
     shade = card.axes[0].collections[0].get_paths()[0].vertices.tolist()
     assert [1, 20] in shade  # each moment lasts until the next, as the lines do
     assert "at 0 s: 40% free, 20% in the largest gap" in card.alt and card.png()
+    few = (hand("a . " + "b " * 8, 1, time_s=1.0), *refused)
+    card, drawn = fragmentation.free_vs_largest(memory.Recording(moments, few), min_free_share=0.4)
+    assert [time_s for time_s, _, _ in drawn["refused"]] == [1.0, 2.0]
+    assert "2 requests were refused at their first attempt while 40% were free" in card.alt
 
 
 def test_a_long_recording_is_drawn_as_means_and_says_so():

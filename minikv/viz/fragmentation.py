@@ -16,10 +16,13 @@ from minikv.viz.style import INK, WHITE, colour, figure, look, tint
 MAX_POINTS = 160  # with more moments the lines are means over windows of time
 
 
-def free_vs_largest(recording, *, title="Free memory, and the largest piece of it"):
+def free_vs_largest(
+    recording, *, min_free_share=0.0, title="Free memory, and the largest piece of it"
+):
     """Two lines in percent of the pool; between them lies what no single request can have. Marks:
     what the requests refused at their first attempt needed, filled where the sum was enough.
 
+    min_free_share: mark only who was refused while at least this share of the pool was free.
     A long recording is drawn as means over windows of equal time, as the legend says.
 
     Returns (figure, {"times", "free", "largest": shares of the pool, "refused": [(time_s, needed
@@ -38,11 +41,13 @@ def free_vs_largest(recording, *, title="Free memory, and the largest piece of i
     refused = [
         (r.time_s, r.waiting[0].needed_slots / num_slots, enough_in_sum(r))
         for r in recording.refusals
+        if r.free_slots >= min_free_share * num_slots
     ]
     drawn = {"times": times, "free": free, "largest": largest, "refused": refused}
     start, end = moments[0].time_s, max(moments[-1].time_s, moments[0].time_s + 1e-9)
     means = f" (means over {window_s:,.3g} s)" if window_s else ""
-    card, ax = figure(8, 3.3, alt=_alt(title, drawn, moments, means))
+    while_free = f" while {min_free_share:.0%} were free" if min_free_share else ""
+    card, ax = figure(8, 3.3, alt=_alt(title, drawn, moments, means, while_free))
     with look():
         above, below = ([100 * share for share in line] for line in (free, largest))
         hatch = {"hatch": "////", "hatchcolor": tint(colour(0), 0.45), "linewidth": 0}
@@ -63,8 +68,8 @@ def free_vs_largest(recording, *, title="Free memory, and the largest piece of i
                 marker="v", edgecolor=INK, linewidth=0.5, zorder=4, label=label,
             )
             for enough, label in (
-                (True, "need of a refused: enough free in sum"),
-                (False, "need of a refused: too little free"),
+                (True, f"needed by who was refused{while_free}: enough in sum"),
+                (False, f"needed by who was refused{while_free}: too little free"),
             )
             if any(e == enough for _, _, e in refused)
         ]  # fmt: skip
@@ -74,7 +79,7 @@ def free_vs_largest(recording, *, title="Free memory, and the largest piece of i
         time_axis(ax, start, end)
         between = Patch(**face, label="free, but not in one piece")
         handles = [lines[0], between, lines[1], *marks]
-        card.legend(handles=handles, loc="outside lower center", ncols=2 if means else 3)
+        card.legend(handles=handles, loc="outside lower center", ncols=2)
     return card, drawn
 
 
@@ -112,7 +117,7 @@ def free_extent_histogram(recording, *, needed=None, title="The free pieces by t
                     ax.text(bar.get_x() + 0.43, height, text, ha="center", va="bottom", fontsize=7)
             ax.set_ylabel(label)
             ax.margins(y=0.16)
-        names = [f"{low:,}" if low < 2 else f"{low:,}–{2 * low - 1:,}" for low in buckets]
+        names = [_bucket(low, "–") for low in buckets]
         tilt = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if len(names) > 8 else {}
         axes[1].set_xticks(range(len(names)), names, **tilt)
         axes[1].set_xlabel("slots in a piece")
@@ -126,6 +131,10 @@ def free_extent_histogram(recording, *, needed=None, title="The free pieces by t
     return card, buckets
 
 
+def _bucket(low, to) -> str:
+    return f"{low:,}{to}{2 * low - 1:,}" if low > 1 else "1"
+
+
 def _windows(moments):
     """(seconds, [(start, the moments in it)]); seconds is None where each stands for itself."""
     if len(moments) <= MAX_POINTS:
@@ -136,7 +145,7 @@ def _windows(moments):
     return window_s, [(start + i * window_s, list(group)) for i, group in groups]
 
 
-def _alt(title, drawn, moments, means):
+def _alt(title, drawn, moments, means, while_free):
     times, free, largest = drawn["times"], drawn["free"], drawn["largest"]
     widest = int(np.argmax(np.subtract(free, largest)))
     enough = sum(e for _, _, e in drawn["refused"])
@@ -146,13 +155,13 @@ def _alt(title, drawn, moments, means):
         f"{np.mean(free):.0%} is free, and the largest gap has {np.mean(largest):.0%}. They are "
         f"farthest apart at {times[widest]:,.0f} s: {free[widest]:.0%} free, {largest[widest]:.0%} "
         f"in the largest gap. {len(drawn['refused'])} requests were refused at their first "
-        f"attempt, {enough} of them though enough was free in sum."
+        f"attempt{while_free}, {enough} of them though enough was free in sum."
     )
 
 
 def _histogram_alt(title, buckets, needed):
     listed = "; ".join(
-        f"{low:,} to {2 * low - 1:,} slots: {count:.1f} pieces, {slots:,.0f} slots"
+        f"{_bucket(low, ' to ')} slots: {count:.1f} pieces, {slots:,.0f} slots"
         for low, (count, slots) in buckets.items()
         if count
     )

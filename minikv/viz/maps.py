@@ -91,27 +91,32 @@ def _facts(moment):
 
 def verdict(moment) -> str:
     """What the first in line needs against what there is, in one plain sentence."""
-    free, largest, pieces = moment.free_slots, moment.largest_free_slots, len(moment.free)
+    free, largest = moment.free_slots, moment.largest_free_slots
+    pieces = _count(len(moment.free), "piece")
     if not moment.waiting:
         share = f"{free:,} of {moment.num_slots:,} slots are free"
-        gaps = f"the largest gap is {largest:,}" if moment.one_piece else f"in {pieces} pieces"
-        return f"{share}; {gaps}" if free else "no slot is free"
+        gaps = f"; the largest gap is {largest:,}" if moment.one_piece else f", in {pieces}"
+        return f"{share}{gaps}" if free else "no slot is free"
     request, needed = moment.waiting[0]
     start = f"{request!r} needs {needed:,} slots; {free:,} are free"
     if needed > free:
         return f"{start}: too little memory"
     if not moment.one_piece:
-        return f"{start}, in {pieces} pieces, and any will do: it fits"
+        return f"{start}, in {pieces}, and any will do: it fits"
     fits = "it fits" if needed <= largest else "it waits"
     return f"{start}; the largest gap is {largest:,}: {fits}"
 
 
+def _count(number, thing) -> str:
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
 def _alt(moment, drawn):
-    held = len(moment.owners)
+    owners, pieces = _count(len(moment.owners), "request"), _count(len(moment.free), "piece")
     return (
-        f"The pool of {moment.num_slots:,} slots at {moment.time_s:,.1f} s: {held} requests hold "
-        f"{moment.num_slots - drawn['free']:,} slots; {drawn['free']:,} are free, in "
-        f"{len(moment.free)} pieces, the largest of {moment.largest_free_slots:,}. "
+        f"The pool of {moment.num_slots:,} slots at {moment.time_s:,.1f} s: "
+        f"{moment.num_slots - drawn['free']:,} slots are held by {owners}; {drawn['free']:,} are "
+        f"free, in {pieces}, the largest of {moment.largest_free_slots:,}. "
         f"{drawn['verdict']}."
     )
 

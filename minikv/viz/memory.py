@@ -4,7 +4,6 @@ A moment is plain data: runs of slots alike, in the order of their addresses, an
 room. The figures (maps, strips, fragmentation) are functions of it alone.
 """
 
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 
 from minikv.kv_cache.base import cdiv
 from minikv.request import require_int, require_number
+from minikv.simulator.refusals import RefusalRecorder
 from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, snapshot
 
 ROUNDING = "rounding"
@@ -96,6 +96,11 @@ class Recording(NamedTuple):
     def num_slots(self) -> int:
         return self.moments[0].num_slots
 
+    def between(self, start_s, end_s) -> "Recording":
+        """Its part from start_s to end_s, both included."""
+        kept = (tuple(m for m in part if start_s <= m.time_s <= end_s) for part in self)
+        return Recording(*kept)
+
 
 def enough_in_sum(refusal) -> bool:
     """Whether the free slots would have been enough for the refused, lying together."""
@@ -110,55 +115,64 @@ class MemoryRecorder:
         simulation.run(requests, on_step=recorder)
         memory_strip(recorder.recording)
 
-    In a loop of your own, call `recorder()` after each step. every_s: seconds of the engine's
-    clock between moments at least; 0 notes every step. max_rows: with more moments than that every
-    second one is dropped and every_s grows, so that a run of any length stays small.
+    In a loop of your own, call `recorder(core)` after each step. Without a core, it takes the one
+    that it is first called with, and misses the refusals of that step.
 
-    From its making on it stands between the core's manager and whoever calls allocate_slots.
+    every_s: seconds of the engine's clock between moments at least; 0 notes every step. max_rows:
+    with more moments than that every second one is dropped and every_s grows, so that a run of any
+    length stays small.
 
     Raises TypeError or ValueError for an every_s below 0 and for max_rows below 2.
     """
 
-    def __init__(self, core, *, every_s=0.0, max_rows=1000):
-        self.core = core
+    def __init__(self, core=None, *, every_s=0.0, max_rows=1000):
         self.every_s = require_number("every_s", every_s, at_least=0)
         self.max_rows = require_int("max_rows", max_rows, at_least=2)
-        self.moments, self.refusals = [], []
-        self._tried = set()
-        self._watch(core.manager)
+        self.moments, self._refused = [], None
+        if core is not None:
+            self._refused = _RefusedMoments(core)
+
+    @property
+    def refusals(self) -> list[Moment]:
+        return self._refused.refusals if self._refused else []
 
     @property
     def recording(self) -> Recording:
         return Recording(tuple(self.moments), tuple(self.refusals))
 
-    def __call__(self, core=None):
-        now = self.core.clock.now()
+    def __call__(self, core):
+        if self._refused is None:
+            self._refused = _RefusedMoments(core)
+            for first in itertools.islice(core.scheduler.waiting, 1):  # it may have been refused
+                self._refused.leave_out(first)
+        now = core.clock.now()
         if self.moments and now < self.moments[-1].time_s + self.every_s:
             return
-        self.moments.append(moment(self.core))
+        self.moments.append(moment(core))
         if len(self.moments) > self.max_rows:
             span = now - self.moments[0].time_s
             self.every_s = 2 * max(self.every_s, span / len(self.moments))
             self.moments = self.moments[::2]
 
-    def _watch(self, manager):
-        """A refusal is seen where it happens: when the step has ended, others have left."""
-        allocate_slots = manager.allocate_slots
 
-        @functools.wraps(allocate_slots)
-        def watched(request, num_new_tokens, **options):
-            table = allocate_slots(request, num_new_tokens, **options)
-            if table is None and request.request_id not in self._tried:
-                self._tried.add(request.request_id)
-                if request.first_scheduled_time is None:  # it never ran: not a preempted one
-                    num_tokens = request.num_computed_tokens + num_new_tokens
-                    num_tokens += options.get("num_cached_tokens", 0)
-                    num_tokens = max(num_tokens, options.get("must_fit_tokens", 0))
-                    needed = Waiting(request.request_id, needed_slots(manager, request, num_tokens))
-                    self.refusals.append(moment(self.core)._replace(waiting=(needed,)))
-            return table
+class _RefusedMoments(RefusalRecorder):
+    """A refusal is noted where it happens, with the whole pool: when the step has ended, others
+    have left."""
 
-        manager.allocate_slots = watched
+    def __init__(self, core):
+        super().__init__(core)
+        self._core = core
+
+    def leave_out(self, request):
+        self._refused.add(request.request_id)
+
+    def _note(self, request, num_new_tokens):
+        if request.request_id not in self._refused:
+            self._refused.add(request.request_id)
+            num_tokens = request.num_computed_tokens + num_new_tokens
+            needed = needed_slots(self.manager, request, num_tokens)
+            waiting = (Waiting(request.request_id, needed),)
+            self.refusals.append(moment(self._core)._replace(waiting=waiting))
 
 
 def moment(core) -> Moment:
@@ -187,15 +201,13 @@ def moment(core) -> Moment:
 
 def needed_slots(manager, request, num_tokens=None) -> int:
     """Slots that the request has to be given at once so that its first num_tokens tokens (all that
-    it knows, unless given) have room: what the manager's policy reserves for them, else a block
-    for every block_size of them."""
+    it knows, unless given) have room: what the manager's policy reserves for them, before an
+    allocator rounds it up; else a block for every block_size of them."""
     num_tokens = request.num_tokens if num_tokens is None else num_tokens
     if hasattr(manager, "num_blocks_for"):  # ContiguousKVCacheManager, or who is asked likewise
         num_blocks = manager.num_blocks_for(request, num_tokens)
     else:
         num_blocks = cdiv(num_tokens, manager.block_size)
-    if hasattr(manager, "allocator"):
-        num_blocks = manager.allocator.round_up(num_blocks)
     return num_blocks * manager.block_size
 
 
