@@ -348,7 +348,7 @@ def told(error, what, manager, before):
         said = DELEGATED.format(what)
     elif not isinstance(error, AssertionError):
         said = f"{what} ended in {type(error).__name__}: {error}"
-    calls = "; ".join(manager.watch_log[-10:])
+    calls = "; ".join(manager.watch_log[-10:]) or "none yet"
     size = getattr(manager, "block_size", 1)
     return f"{said}\nBlocks of {size} tokens. Calls: {calls}\nThe pool before the last call: {before}"
 
@@ -500,6 +500,7 @@ def five(value):
         counts = {length.__index__(): times.__index__() for length, times in value[4].items()}
     except AttributeError:
         raise AssertionError(said) from None
+    assert not counts.get(0), f"Between two blocks in use lies no extent: {value[4]!r:.100} counts some of length 0."
     assert all(times == 0 or (length > 0 < times < 10_000) for length, times in counts.items()), said
     got["histogram"] = sorted(length for length, times in counts.items() for _ in range(times))
     return got

@@ -1631,6 +1631,16 @@ def measure(owners, num_needed):
     return free, largest, external, unusable, {times: n for n, times in Counter(lengths).items()}
 
 
+# %% ex-3-2 wrong: empty pieces of the text, too
+# says: lies no extent
+def measure(owners, num_needed):
+    lengths = [len(piece) for piece in "".join("#" if o else "." for o in owners).split("#")]
+    free, largest = sum(lengths), max(lengths)
+    external = 1 - largest / free if free else 0.0
+    unusable = sum(n for n in lengths if n < num_needed)
+    return free, largest, external, unusable, {n: lengths.count(n) for n in lengths}
+
+
 # %% ex-3-2 wrong: four things
 # says: measure must return (free
 def measure(owners, num_needed):
