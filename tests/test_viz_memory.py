@@ -149,6 +149,26 @@ def test_a_moment_agrees_with_the_report_of_every_policy(fit, reserve):
     assert (memory.ROUNDING in seen) == (fit == "buddy" and reserve != "max")
 
 
+def test_a_moment_of_a_manager_that_is_called_by_hand():
+    manager = ContiguousKVCacheManager(10, 1, max_model_len=10, reserve="exact")
+    a, b, c, d = requests_of([(3, 1), (2, 1), (3, 2), (3, 1)])
+    for request in (a, b, c):
+        manager.allocate_slots(request, request.num_tokens)
+        request.num_computed_tokens = request.num_tokens
+    manager.free(b)
+    moment = memory.moment_of(manager, [d])
+    assert moment.runs == (
+        memory.Run(0, 3, "r0", "live"),
+        memory.Run(3, 2, None, "free"),
+        memory.Run(5, 3, "r2", "live"),
+        memory.Run(8, 1, "r2", "reserved"),
+        memory.Run(9, 1, None, "free"),
+    )
+    _, drawn = maps.memory_map(moment)
+    assert (drawn["needed"], drawn["free"], drawn["gap"], drawn["short"]) == (3, 3, (3, 2), 1)
+    assert manager.allocate_slots(d, 3) is None  # the verdict is the manager's
+
+
 def test_a_shared_block_counts_once_and_as_live():
     snap = pool.PoolSnapshot(
         3, 6, 2, {"a": (4, 1), "b": (4, 0)}, {"a": 1, "b": 4}, {"a": 2, "b": 4}

@@ -20,6 +20,8 @@ NAMES = {
     "ContiguousKVCacheManager": 2,
     "Scheduler": 2,
     "MemoryRecorder": 3,
+    "moment": 3,
+    "moment_of": 3,
     "memory_map": 3,
     "memory_maps": 3,
     "memory_strip": 3,

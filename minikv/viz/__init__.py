@@ -8,7 +8,7 @@ from minikv.viz.fragmentation import free_extent_histogram, free_vs_largest
 from minikv.viz.house import lines_of_minikv
 from minikv.viz.lab import LabSettings, fragmentation_lab, lab_figure, lab_run
 from minikv.viz.maps import memory_map, memory_maps
-from minikv.viz.memory import MemoryRecorder, moment
+from minikv.viz.memory import MemoryRecorder, moment, moment_of
 from minikv.viz.pool import (
     PoolSnapshot,
     Slots,
@@ -41,6 +41,7 @@ __all__ = [
     "memory_strip",
     "memory_strips",
     "moment",
+    "moment_of",
     "pool_at_steps",
     "pool_map",
     "pool_over_steps",

@@ -6,6 +6,7 @@ room. The figures (maps, strips, fragmentation) are functions of it alone.
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -177,25 +178,37 @@ class _RefusedMoments(RefusalRecorder):
 
 def moment(core) -> Moment:
     """The pool of an EngineCore as it is now, and its scheduler's queue."""
-    manager, scheduler = core.manager, core.scheduler
-    snap = snapshot(core)
+    scheduler = core.scheduler
+    return moment_of(
+        core.manager,
+        scheduler.waiting,
+        time_s=core.clock.now(),
+        step=len(core.metrics.steps),
+        num_running=len(scheduler.running),
+    )
+
+
+def moment_of(manager, waiting=(), *, time_s=0.0, step=0, num_running=0) -> Moment:
+    """The pool of a manager as it is now, for whoever calls it by hand. waiting: the requests in
+    line. Live are num_computed_tokens slots of a request, as everywhere."""
+    snap = snapshot(SimpleNamespace(manager=manager), step)
     cuts, rounding = (), {}
     if hasattr(manager, "allocator"):  # a buddy allocator rounds up, and cannot join all neighbours
         cuts = [extent.start * manager.block_size for extent in manager.allocator.extents()]
     if hasattr(manager, "num_rounding_slots"):
         rounding = {name: manager.num_rounding_slots(name) for name in snap.tables}
     return Moment(
-        time_s=core.clock.now(),
-        step=snap.step,
+        time_s=time_s,
+        step=step,
         block_size=snap.block_size,
         one_piece=all(isinstance(table, range) for table in manager.tables.values()),
         runs=tuple(runs_of(snap, cuts, rounding)),
         waiting=tuple(
             Waiting(request.request_id, needed_slots(manager, request))
-            for request in itertools.islice(scheduler.waiting, MAX_WAITING)
+            for request in itertools.islice(waiting, MAX_WAITING)
         ),
-        num_waiting=len(scheduler.waiting),
-        num_running=len(scheduler.running),
+        num_waiting=len(waiting),
+        num_running=num_running,
     )
 
 
