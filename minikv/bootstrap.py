@@ -285,6 +285,33 @@ def ensure_environment(cpu_torch=False):
     return python
 
 
+def ensure_test_packages(python):
+    """Add what requirements-test.txt names, unless its stamp says that it is there.
+
+    A machine that cannot have it still runs all other tests, so this fails with a line only.
+    """
+    requirements, stamp = (
+        REQUIREMENTS.with_name("requirements-test.txt"),
+        STAMP.with_suffix(".test"),
+    )
+
+    def state():
+        return hashlib.sha256(requirements.read_bytes() + STAMP.read_bytes()).hexdigest()
+
+    if stamp.is_file() and stamp.read_text(encoding="ascii") == state():
+        return
+    try:
+        run_step(
+            [python, "-m", "pip", "install", "-r", requirements], "installing what only tests need"
+        )
+    except SetupError as error:
+        say(f"{error} The tests that need it are skipped.")
+        return
+    version, _, site_packages, _ = probe(python)
+    write_stamp(make_stamp(version, site_packages))  # there may be one package more
+    stamp.write_text(state(), encoding="ascii")
+
+
 def ensure_model(python):
     """Fetch and convert the default model, once; the fetch knows whether there is work to do."""
     status = run([python, "-m", "minikv.model.fetch"])
@@ -488,6 +515,7 @@ def test(argv):
 
     def steps():
         python = ensure_environment(options.cpu_torch)
+        ensure_test_packages(python)
         ensure_model(python)
         # One thread per worker: two workers with a thread per core each only wait for each other.
         return run(pytest_command(python, options.long, extra), OMP_NUM_THREADS="1")

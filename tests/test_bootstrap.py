@@ -71,6 +71,7 @@ def course(tmp_path, monkeypatch):
     site_packages = root / ".venv/lib/site-packages"
     site_packages.mkdir(parents=True)
     (root / "requirements.txt").write_text("torch==2.13.0\n-e .\n")
+    (root / "requirements-test.txt").write_text("triton==3.7.1\n")
     (root / "pyproject.toml").write_text("[project]\n")
     monkeypatch.setattr(bootstrap, "ROOT", root)
     monkeypatch.setattr(bootstrap, "VENV", root / ".venv")
@@ -91,7 +92,7 @@ def course(tmp_path, monkeypatch):
         if "ensurepip" in command:
             install("pip-1.0")
         if "install" in command:
-            install("torch-2.13.0")
+            install("triton-3.7.1" if "-test" in str(command[-1]) else "torch-2.13.0")
 
     has_pip = lambda: any(site_packages.glob("pip-*.dist-info"))  # noqa: E731
     monkeypatch.setattr(bootstrap, "run_step", run_step)
@@ -169,6 +170,30 @@ def test_the_cpu_build_of_pytorch_comes_first(course, capsys):
     # There already, and not that build: said, and left alone.
     assert bootstrap.torch_steps(python, course["site_packages"], cpu_torch=True) == []
     assert "delete .venv" in capsys.readouterr().out
+
+
+def test_what_only_tests_need_is_installed_once_and_by_test_alone(course):
+    bootstrap.ensure_environment()
+    course["steps"].clear()
+    for _ in range(2):
+        bootstrap.ensure_test_packages("python")
+        bootstrap.ensure_environment()  # `lab` finds one package more, and is content
+    assert course["steps"] == ["-m pip install"]
+    with (course["root"] / "requirements-test.txt").open("a") as file:
+        file.write("more==1\n")
+    bootstrap.ensure_test_packages("python")
+    assert course["steps"] == ["-m pip install"] * 2
+
+
+def test_without_what_only_tests_need_the_other_tests_run(course, capsys):
+    bootstrap.ensure_environment()
+    course["fail"] = bootstrap.SetupError("no build for this machine.")
+    bootstrap.ensure_test_packages("python")
+    assert "no build for this machine. The tests that need it are skip" in capsys.readouterr().out
+    course["fail"] = None
+    course["steps"].clear()
+    bootstrap.ensure_test_packages("python")  # tried again
+    assert course["steps"] == ["-m pip install"]
 
 
 @pytest.mark.parametrize(
@@ -298,6 +323,16 @@ def test_the_pins_are_exact_and_pytorch_is_the_tested_one():
     assert lines.pop() == "-e ."
     assert all(line.count("==") == 1 for line in lines)
     assert bootstrap.pinned("torch") == "torch==2.13.0"
+
+
+def test_triton_is_the_version_that_pytorch_asks_for():
+    """An environment that got PyTorch's CUDA build has this triton already."""
+    lines = (PACKAGE.parent / "requirements-test.txt").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if line and not line.startswith("#")]
+    assert [line.partition(";")[0] for line in lines] == ["triton==3.7.1"]
+    asked = importlib.metadata.requires("torch") or []
+    asked = [line.partition(";")[0].strip() for line in asked if line.startswith("triton")]
+    assert asked in ([], ["triton==3.7.1"])  # none: the CPU-only build
 
 
 def test_the_model_is_fetched_by_the_module_that_is_run(tmp_path):
