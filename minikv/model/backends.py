@@ -22,7 +22,7 @@ import torch
 
 # In this order: the first that can run is taken for a device that is named beside it.
 BACKENDS = {
-    "triton": "minikv.model.kernels.triton",
+    "triton": "minikv.model.kernels.triton_launch",
     "cpu": "minikv.model.kernels.cpu",
     "gather": "minikv.model.kernels.gather",
     "online": "minikv.model.kernels.online",
