@@ -45,13 +45,14 @@ class Answer(NamedTuple):
 def greedy(model, prompt, max_tokens, *, implementation="sdpa", stop_token_ids=()):
     """The prompt in one pass, then token by token, over transformers' DynamicCache."""
     with own_attention(model, implementation):
-        out = model(torch.tensor([prompt]), use_cache=True)
+        out = model(torch.tensor([prompt], device=model.device), use_cache=True)
         rows, output = [out.logits[0]], []
         while True:
             output.append(int(rows[-1][-1].argmax()))
             if len(output) == max_tokens or output[-1] in stop_token_ids:
                 return Answer(list(prompt), output, torch.cat(rows))
-            out = model(torch.tensor([output[-1:]]), cache=out.cache, use_cache=True)
+            token = torch.tensor([output[-1:]], device=model.device)
+            out = model(token, cache=out.cache, use_cache=True)
             rows.append(out.logits[0])
 
 
