@@ -18,9 +18,12 @@ KINDS = ("decodes", "chunks", "prefill", "mixed", "static prefill", "static deco
 
 
 class Batch:
-    """A step of random requests. Every property takes its turn, so that SEEDS seeds have each."""
+    """A step of random requests. Every property takes its turn, so that SEEDS seeds have each.
 
-    def __init__(self, seed, dtype, poison):
+    lengths: given new tokens and slots written of each request; there is no padding then.
+    """
+
+    def __init__(self, seed, dtype, poison, lengths=None):
         self.rnd, self.dtype = random.Random(seed), dtype
         generator = torch.Generator().manual_seed(seed)
         self.kind, self.block_size = KINDS[seed % 6], BLOCK_SIZES[seed // 2 % 4]
@@ -30,6 +33,9 @@ class Batch:
         self.scaling = self.rnd.choice((0.5, 1.0, 2.0)) * self.head_dim**-0.5
 
         self.query_lens, self.seq_lens, self.padding = self._lengths()
+        if lengths is not None:
+            self.query_lens, self.seq_lens = lengths
+            self.padding = [0] * len(self.seq_lens)
         self.tables, num_blocks = self._tables()
         shape = (2, num_blocks + 1, self.num_kv_heads, self.block_size, self.head_dim)
         content = torch.randn(shape, generator=generator).to(dtype)

@@ -53,9 +53,10 @@ def interpreted(*command):
     ("tests", "num_tests"),
     [
         (["tests/test_backends.py", "-k", "float64 and triton"], 2),
-        (["tests/triton_interpreted.py"], 9),
+        (["tests/triton_interpreted.py", "-m", "not long"], 9),
+        pytest.param(["tests/triton_interpreted.py", "-m", "long"], 2, marks=pytest.mark.long),
     ],
-    ids=["float64", "splits and tiny"],
+    ids=["float64", "splits and tiny", "all batches"],
 )
 def test_the_interpreted_kernel(tests, num_tests):
     done = interpreted("-m", "pytest", "-p", "no:cacheprovider", "-rA", *tests)

@@ -35,6 +35,14 @@ def test_splits_in_bfloat16(small_tiles):
     assert max(batch.errors(triton_launch.attend, num_splits=3)) < LIMITS[torch.bfloat16]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_every_batch(dtype):
+    for seed in range(SEEDS):
+        error = max(Batch(seed, dtype, NAN).errors(triton_launch.attend))
+        assert error < LIMITS[dtype], f"seed {seed}: {error:.1e}"
+
+
 def test_float16():
     for seed in (0, 6, 17):
         assert max(Batch(seed, torch.float16, NAN).errors(triton_launch.attend)) < 2e-3
@@ -61,13 +69,8 @@ def test_the_split_that_is_chosen_reads_every_slot(monkeypatch):
             return kernel[grid]
 
     monkeypatch.setattr(triton_launch, "attention_kernel", Spy())
-    batch = Batch(0, torch.float32, NAN)
-    batch.window = batch.softcap = None
-    batch.query_lens, batch.seq_lens, batch.padding = [1], [1400], [0]
-    batch.tables, num_blocks = batch._tables()
-    shape = (2, num_blocks + 1, batch.num_kv_heads, batch.block_size, batch.head_dim)
-    batch.pool = torch.randn(shape)
-    batch.query = batch.query[:1]
+    batch = Batch(4, torch.float32, NAN, lengths=([1], [1400]))
+    assert batch.window is None
     assert max(batch.errors(triton_launch.attend)) < LIMITS[torch.float32]
     assert launched == [(1, batch.num_kv_heads, 5)]  # 256 slots each at least
 
