@@ -36,7 +36,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # in a process of its own: see te
 def test_a_backend_equals_float64_on_random_batches(backend, dtype):
     _, attend = choose_backend("cpu", dtype, backend)
     worst = 0.0
-    # An interpreted kernel is slow: every kind of step, once or twice (make test-long: all of them).
+    # An interpreted kernel is slow: every kind of step, once or twice (`test --long`: all).
     for seed in range(0, SEEDS, 5 if backend == "triton" else 1):
         error = max(Batch(seed, dtype, POISON[backend]).errors(attend))
         assert error < LIMITS[dtype], f"seed {seed}: {error:.1e}"  # NaN fails, too

@@ -399,10 +399,8 @@ def _viz(args):
 
 
 def _kernel(args):
-    if args.profile or args.engines or args.simulator or args.allocator:
-        raise ValueError(
-            "--kernel stands alone: leave out --profile, --simulator, --allocator and --engines"
-        )
+    if args.profile or args.engines or args.simulator or args.allocator or args.viz:
+        raise ValueError("--kernel measures no engine: leave out all that says what to measure")
     from minikv.bench import kernel
 
     result = kernel.measure(dry_run=args.kernel_dry_run)
