@@ -10,15 +10,21 @@ import pytest
 from managers import MinimalManager
 
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
-from minikv.simulate import EXPERIMENTS, main
+from minikv.request import Request
+from minikv.simulate import EXPERIMENTS, fig13, main
 from minikv.simulator import experiments
 from minikv.simulator.experiments import (
     FIG2_PAPER,
+    FIG13_MODELS,
+    FIG13_PAPER,
+    FIG13_WORKLOADS,
     FITS,
     NUM_SLOTS,
+    CautiousPagedManager,
     fig2_run,
     paper_manager,
     paper_run,
+    paper_step_time,
     paradox_run,
     paradox_step_time,
 )
@@ -306,7 +312,44 @@ def test_the_fig2_command(tmp_path, capsys):
         assert part in text, part
 
 
+def test_the_fig13_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fig13, "PER_REQUEST_MS", (0.2,))
+    argv = ["fig13", "--duration", "40", "--warmup", "20"]
+    out, text = result(tmp_path, capsys, *argv)
+    assert len(out["rows"]) == 2 * 2 * 4
+    for row in out["rows"]:
+        assert row["paper"] == FIG13_PAPER[row["workload"]][row["policy"]]
+        options = FIG13_MODELS[row["model"]]
+        if row["policy"] == "paged":
+            run = paper_run(
+                "paged",
+                workload=FIG13_WORKLOADS[row["workload"]],
+                step_time=paper_step_time(**options),
+                duration_s=40.0,
+                warmup_s=20.0,
+            )
+            assert row["mean_batched"] == run.mean_batched
+            assert f"{run.mean_batched:9.2f}" in text
+    changed = {row["changed"] for row in out["experiments"]}
+    assert len(changed) == 3 and all(each in text for each in changed)
+    for part in ("132.44", "30.42", "More than 15% from", "A fit is no evidence"):
+        assert part in text, part
+
+
+def test_a_cautious_manager_keeps_blocks_free_unless_the_pool_is_idle():
+    manager = CautiousPagedManager(10, 16, num_kept_blocks=3)
+    requests = [Request(name, num_prompt_tokens=16 * 6, max_tokens=64) for name in "ab"]
+    assert manager.allocate_slots(requests[0], 16 * 9) is not None  # alone: all that it needs
+    manager.free(requests[0])
+    assert manager.allocate_slots(requests[0], 16 * 6) is not None
+    assert manager.allocate_slots(requests[1], 16 * 2) is None  # 2 of 4 would stay free
+    assert manager.allocate_slots(requests[1], 16) is not None
+    requests[0].num_computed_tokens = 16 * 6
+    assert manager.allocate_slots(requests[0], 16 * 3) is not None  # growth may take the rest
+
+
 @pytest.mark.parametrize("argv, message", [
+    (["fig13", "--warmup", "-1"], "--warmup is -1.0, but must be finite and at least 0"),
     (["paradox", "--fit", "tight"], "--fit is 'tight'; known: first, best, next, worst, buddy"),
     (["paradox", "--seeds", "0"], "--seeds is 0, but must be at least 1"),
     (["paradox", "--duration", "0"], "--duration is 0.0"),

@@ -26,6 +26,7 @@ examples:
 EXPERIMENTS = {
     "paradox": ("minikv.simulate.paradox:main", "40% of the memory is free, and a request waits"),
     "fig2": ("minikv.simulate.fig2:main", "where the memory went before paging (PagedAttention)"),
+    "fig13": ("minikv.simulate.fig13:main", "how many requests run at once (PagedAttention)"),
 }
 
 THIS_MACHINE = "this-machine"

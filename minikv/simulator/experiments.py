@@ -107,6 +107,10 @@ FIG13_PAPER = {  # mean number of batched requests
     "alpaca": {"max": 7.00, "pow2": 43.24, "exact": 72.75, "paged": 132.44},
 }
 FIG13_WORKLOADS = {"sharegpt": sharegpt(rate=2.0), "alpaca": alpaca(rate=30.0)}
+FIG13_MODELS = {  # of the step time; the second was fitted to the paper's 30.42
+    "roofline": {},
+    "roofline + 0.30 ms per request": {"overhead_per_request_s": 0.0003},
+}
 
 
 def paper_step_time(**options) -> StepTime:
@@ -121,6 +125,19 @@ def paper_manager(policy, *, num_slots=NUM_SLOTS, **options):
         return PagedKVCacheManager(num_slots // 16, 16)
     options = PAPER_POLICIES[policy] | options
     return ContiguousKVCacheManager(num_slots, 1, max_model_len=PAPER_MAX_MODEL_LEN, **options)
+
+
+class CautiousPagedManager(PagedKVCacheManager):
+    """Admits a request only if num_kept_blocks stay free for those that run (vLLM's watermark)."""
+
+    def __init__(self, num_blocks, block_size, num_kept_blocks):
+        super().__init__(num_blocks, block_size)
+        self.num_kept_blocks = num_kept_blocks
+
+    def allocate_slots(self, request, num_new_tokens, **extra):
+        if self.tables and request.request_id not in self.tables:
+            extra["keep_free_blocks"] = self.num_kept_blocks
+        return super().allocate_slots(request, num_new_tokens, **extra)
 
 
 @dataclass
