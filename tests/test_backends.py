@@ -26,7 +26,8 @@ from minikv.model.backends import BACKENDS, choose_backend, why_not
 from minikv.model.loader import load
 from minikv.request import SamplingParams
 
-POISON = {"gather": 1e4, "online": float("nan")}  # a backend under test is one line here
+# A backend under test is one line here.
+POISON = {"gather": 1e4, "online": float("nan"), "cpu": float("nan")}
 if os.environ.get("TRITON_INTERPRET") == "1":  # in a process of its own: see test_triton.py
     POISON = {"triton": float("nan")}
 

@@ -1,0 +1,338 @@
+// Attention on a CPU that reads K and V where they lie, through block tables.
+//
+// Plain C interface, plain C++17, no intrinsics: loops that compilers turn into vector code. Slots
+// past a request's seq_len are never read; sums are float32 whatever the pool's type is.
+//
+// One piece of work is (request, kv head, tile of queries). Its rows, queries x the query heads that
+// share the kv head, meet the keys in tiles of TILE slots: K and V are converted to float once for
+// all rows, and the softmax is the online one (kernels/online.py says how that works).
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, COLUMNS = 4;  // floats in a vector; vectors of a product kept in registers
+#elif defined(__AVX__)
+constexpr int LANES = 8, COLUMNS = 2;
+#else
+constexpr int LANES = 4, COLUMNS = 4;
+#endif
+typedef float Vec __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
+
+constexpr int TILE = 64;         // slots per tile: K and V of one tile fit the first-level cache
+constexpr int MAX_ROWS = 96;     // rows per piece of work: they share the conversion of a tile
+constexpr int FEW_ROWS = 8;      // up to these, transposing K costs more than it saves
+constexpr int ROW_GROUP = 4;     // rows of a product kept in registers
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+inline void store(float* to, float x) { *to = x; }
+inline void store(bf16* to, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+    to->bits = uint16_t(x == x ? rounded : 0x7fc0);  // rounding could turn a NaN into infinity
+}
+
+// e^x for x <= 0 to 2e-7 of its value: 2^n e^r with n whole and |r| <= ln(2) / 2. A NaN stays one.
+inline float exp_of(float x) {
+    x = x < -87.0f ? -87.0f : x;  // below it would leave the normal floats; 1e-38 is 0 to a softmax
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    float n = (x * 1.44269504f + magic) - magic;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first exact
+    float p = 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    int32_t bits = (int32_t(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+inline float tanh_of(float x) {
+    float e = exp_of(-2.0f * std::fabs(x));
+    return std::copysign((1.0f - e) / (1.0f + e), x);
+}
+
+// -- products ------------------------------------------------------------------------------------
+
+template <int R, int C>
+inline void product(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int n,
+                    float* out, int64_t out_stride) {
+    Vec sum[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++)
+            std::memcpy(&sum[r][c], out + r * out_stride + c * LANES, sizeof(Vec));
+    for (int k = 0; k < n; k++) {
+        Vec row[C];
+        for (int c = 0; c < C; c++) std::memcpy(&row[c], b + k * b_stride + c * LANES, sizeof(Vec));
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) sum[r][c] += a[r * a_stride + k] * row[c];
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++)
+            std::memcpy(out + r * out_stride + c * LANES, &sum[r][c], sizeof(Vec));
+}
+
+// out[r, c] += sum over k < n of a[r, k] * b[k, c], for R rows and `width` columns, a multiple of
+// LANES. The strides are numbers per row.
+template <int R>
+void add_product(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int n,
+                 float* out, int64_t out_stride, int width) {
+    int c = 0;
+    for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
+        product<R, COLUMNS>(a, a_stride, b + c, b_stride, n, out + c, out_stride);
+    for (; c < width; c += LANES)
+        product<R, 1>(a, a_stride, b + c, b_stride, n, out + c, out_stride);
+}
+
+inline void add_product(int rows, const float* a, int64_t a_stride, const float* b,
+                        int64_t b_stride, int n, float* out, int64_t out_stride, int width) {
+    switch (rows) {
+        case 1: return add_product<1>(a, a_stride, b, b_stride, n, out, out_stride, width);
+        case 2: return add_product<2>(a, a_stride, b, b_stride, n, out, out_stride, width);
+        case 3: return add_product<3>(a, a_stride, b, b_stride, n, out, out_stride, width);
+        default: return add_product<4>(a, a_stride, b, b_stride, n, out, out_stride, width);
+    }
+}
+
+// -- one piece of work ---------------------------------------------------------------------------
+
+struct Shape {
+    int64_t num_kv_heads, per_kv, head_dim, block_size;
+    int64_t pool_blocks;                            // the padding block included
+    int64_t query_token_stride, query_head_stride;  // in numbers
+    int64_t window;                                 // 0: none
+    float scaling, softcap;                         // softcap 0: none
+};
+
+struct Step {
+    const int32_t *block_tables, *query_start_loc, *seq_lens, *first_visible;  // the last may be null
+    int64_t num_seqs, max_blocks;
+};
+
+struct Work {
+    int seq, kv_head, first_query, num_queries;
+};
+
+struct Scratch {
+    std::vector<float> query, keys, values, mixed, scores, largest, total;
+    void fit(int64_t rows, int64_t width) {
+        query.assign(rows * width, 0.0f);
+        mixed.assign(rows * width, 0.0f);
+        largest.assign(rows, NEVER);
+        total.assign(rows, 0.0f);
+        keys.resize(TILE * width);
+        values.resize(TILE * width);
+        scores.resize(ROW_GROUP * TILE);
+    }
+};
+
+// WIDTH is head_dim rounded up to whole vectors; 0: known only at run time. The rest is zeros.
+template <typename T, int WIDTH>
+struct Kernel {
+    const Shape& shape;
+    const Step& step;
+    const T *query, *pool;
+    T* out;
+    Scratch& s;
+
+    // The rows of K (half 0) or V (half 1) of slots start to end - 1, as floats. K may come
+    // transposed, [width, TILE], so that a product runs over many keys at once.
+    void load(int half, const Work& w, int start, int end, int width, bool transposed, float* to) {
+        const int64_t D = shape.head_dim, B = shape.block_size;
+        const int32_t* table = step.block_tables + w.seq * step.max_blocks;
+        const T* base = pool + half * shape.pool_blocks * shape.num_kv_heads * B * D;
+        const int64_t seq_len = step.seq_lens[w.seq];
+        for (int slot = start; slot < end;) {
+            const int64_t index = slot / B, offset = slot % B;
+            const int run = int(std::min<int64_t>(end - slot, B - offset));
+            const T* row = base + ((table[index] * shape.num_kv_heads + w.kv_head) * B + offset) * D;
+            // The next block lies elsewhere, where the hardware does not look for it by itself.
+            const int64_t next = (index + 1) * B < seq_len ? table[index + 1] : table[index];
+            const T* ahead = base + ((next * shape.num_kv_heads + w.kv_head) * B) * D;
+            for (int i = 0; i < run; i++, row += D, ahead += D) {
+                for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(ahead + d);
+                const int t = slot - start + i;
+                if (transposed) {
+                    for (int64_t d = 0; d < D; d++) to[d * TILE + t] = to_float(row[d]);
+                } else if (WIDTH && D == WIDTH) {
+                    for (int d = 0; d < WIDTH; d++) to[t * WIDTH + d] = to_float(row[d]);
+                } else {
+                    for (int64_t d = 0; d < D; d++) to[t * width + d] = to_float(row[d]);
+                    for (int64_t d = D; d < width; d++) to[t * width + d] = 0.0f;
+                }
+            }
+            slot += run;
+        }
+    }
+
+    void run(const Work& w) {
+        const int D = int(shape.head_dim), G = int(shape.per_kv);
+        const int width = WIDTH ? WIDTH : (D + LANES - 1) / LANES * LANES;
+        const int rows = w.num_queries * G;
+        const int first_row = step.query_start_loc[w.seq] + w.first_query;
+        const int query_len = step.query_start_loc[w.seq + 1] - step.query_start_loc[w.seq];
+        // The position of the first query: positions count slots, a static batch's padding too.
+        const int position = step.seq_lens[w.seq] - query_len + w.first_query;
+        const int padding = step.first_visible ? step.first_visible[w.seq] : 0;
+        s.fit(rows, width);
+        for (int r = 0; r < rows; r++) {
+            const T* q = query + (first_row + r / G) * shape.query_token_stride +
+                         (w.kv_head * G + r % G) * shape.query_head_stride;
+            for (int d = 0; d < D; d++) s.query[r * width + d] = to_float(q[d]) * shape.scaling;
+        }
+        const int end = position + w.num_queries;
+        const bool transposed = rows > FEW_ROWS;
+        for (int start = first_slot(position, padding); start < end; start += TILE) {
+            const int n = std::min(TILE, end - start);
+            load(0, w, start, start + n, width, transposed, s.keys.data());
+            load(1, w, start, start + n, width, false, s.values.data());
+            for (int r = 0; r < rows; r += ROW_GROUP) {
+                const int group = std::min(ROW_GROUP, rows - r);
+                float* scores = s.scores.data();
+                if (transposed)
+                    scores_by_columns(r, group, width, scores);
+                else
+                    scores_by_dots(r, group, width, n, scores);
+                for (int i = r; i < r + group; i++) {
+                    const int own = position + i / G;
+                    const int from = std::max(first_slot(own, padding), start) - start;
+                    const int to = std::min(own + 1 - start, n);
+                    soften(scores + (i - r) * TILE, from, to, n, i, width);
+                }
+                add_product(group, scores, TILE, s.values.data(), width, n,
+                            &s.mixed[r * width], width, width);
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            T* o = out + ((first_row + r / G) * shape.num_kv_heads * G + w.kv_head * G + r % G) * D;
+            const float scale = 1.0f / s.total[r];  // a query sees itself: never 0
+            for (int d = 0; d < D; d++) store(o + d, s.mixed[r * width + d] * scale);
+        }
+    }
+
+    // What a query at this position sees begins there and ends with its own slot. A padding query
+    // sees itself alone.
+    int first_slot(int position, int padding) const {
+        const int first = std::min(padding, position);
+        return shape.window ? std::max<int64_t>(first, position - shape.window + 1) : first;
+    }
+
+    void scores_by_columns(int r, int group, int width, float* scores) {
+        std::fill(scores, scores + ROW_GROUP * TILE, 0.0f);
+        add_product(group, &s.query[r * width], width, s.keys.data(), TILE, int(shape.head_dim),
+                    scores, TILE, TILE);
+    }
+
+    void scores_by_dots(int r, int group, int width, int n, float* scores) {
+        for (int t = 0; t < n; t++)
+            for (int i = 0; i < group; i++) {
+                const float *q = &s.query[(r + i) * width], *k = &s.keys[t * width];
+                const int length = WIDTH ? WIDTH : width;
+                float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+                for (int d = 0; d < length; d++) sum += q[d] * k[d];
+                scores[i * TILE + t] = sum;
+            }
+    }
+
+    // Turns row r's n scores into weights: those outside from..to - 1 get 0, the others
+    // exp(score - largest so far); what the row has summed up is brought to the same measure.
+    void soften(float* scores, int from, int to, int n, int r, int width) {
+        if (shape.softcap != 0.0f) {
+            const float cap = shape.softcap, inverse = 1.0f / cap;
+#pragma omp simd
+            for (int t = from; t < to; t++) scores[t] = cap * tanh_of(scores[t] * inverse);
+        }
+        float largest = s.largest[r];
+#pragma omp simd reduction(max : largest)
+        for (int t = from; t < to; t++) largest = scores[t] > largest ? scores[t] : largest;
+        for (int t = 0; t < std::min(from, n); t++) scores[t] = 0.0f;
+        for (int t = std::max(to, 0); t < n; t++) scores[t] = 0.0f;
+        if (from >= to) return;  // it sees nothing of this tile
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int t = from; t < to; t++) {
+            scores[t] = exp_of(scores[t] - largest);
+            sum += scores[t];
+        }
+        if (largest > s.largest[r]) {
+            const float shrink = s.largest[r] == NEVER ? 0.0f : exp_of(s.largest[r] - largest);
+            for (int d = 0; d < width; d++) s.mixed[r * width + d] *= shrink;
+            s.total[r] *= shrink;
+            s.largest[r] = largest;
+        }
+        s.total[r] += sum;
+    }
+};
+
+template <typename T, int WIDTH>
+void attend(const Shape& shape, const Step& step, const T* query, const T* pool, T* out,
+            int num_threads) {
+    const int tile = int(std::max<int64_t>(1, MAX_ROWS / shape.per_kv));
+    std::vector<Work> all;
+    for (int seq = 0; seq < step.num_seqs; seq++) {
+        const int num_queries = step.query_start_loc[seq + 1] - step.query_start_loc[seq];
+        for (int first = 0; first < num_queries; first += tile)
+            for (int head = 0; head < shape.num_kv_heads; head++)
+                all.push_back({seq, head, first, std::min(tile, num_queries - first)});
+    }
+    num_threads = std::min<int>(num_threads, int(all.size()));
+#pragma omp parallel num_threads(num_threads)
+    {
+        Scratch scratch;
+        Kernel<T, WIDTH> kernel{shape, step, query, pool, out, scratch};
+        // From the end: a chunk's last queries see most, and what is long should not come last.
+#pragma omp for schedule(dynamic)
+        for (int i = int(all.size()) - 1; i >= 0; i--) kernel.run(all[i]);
+    }
+}
+
+template <typename T>
+void attend(const Shape& shape, const Step& step, const void* query, const void* pool, void* out,
+            int num_threads) {
+    const auto* q = static_cast<const T*>(query);
+    const auto* p = static_cast<const T*>(pool);
+    auto* o = static_cast<T*>(out);
+    switch (shape.head_dim) {  // the usual ones, with loops of known length
+        case 64: return attend<T, 64>(shape, step, q, p, o, num_threads);
+        case 96: return attend<T, 96>(shape, step, q, p, o, num_threads);
+        case 128: return attend<T, 128>(shape, step, q, p, o, num_threads);
+        case 256: return attend<T, 256>(shape, step, q, p, o, num_threads);
+        default: return attend<T, 0>(shape, step, q, p, o, num_threads);
+    }
+}
+
+}  // namespace
+
+// query: [T, num_query_heads, head_dim] with the strides in `shape`; pool: [2, pool_blocks,
+// num_kv_heads, block_size, head_dim]; out: [T, num_query_heads, head_dim], no strides.
+extern "C" void minikv_attend(const Shape* shape, const Step* step, const void* query,
+                              const void* pool, void* out, int is_bf16, int num_threads) {
+    if (is_bf16)
+        attend<bf16>(*shape, *step, query, pool, out, num_threads);
+    else
+        attend<float>(*shape, *step, query, pool, out, num_threads);
+}
