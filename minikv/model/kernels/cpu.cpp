@@ -23,12 +23,35 @@ constexpr int LANES = 8, COLUMNS = 2;
 #else
 constexpr int LANES = 4, COLUMNS = 4;
 #endif
-typedef float Vec __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
+typedef float Vec __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
+
+inline Vec& at(float* p) { return *reinterpret_cast<Vec*>(p); }
+inline const Vec& at(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+
+// The sum, or the largest, of N numbers, by halves: a plain loop would have to keep its order, and
+// that is N steps that wait for each other.
+enum Fold { SUM, LARGEST };
+template <Fold FOLD, int N>
+inline float fold(const float* x) {
+    if constexpr (N == 1) {
+        return x[0];
+    } else {
+        typedef float Half __attribute__((vector_size(N / 2 * sizeof(float)), aligned(4), may_alias));
+        const Half a = *reinterpret_cast<const Half*>(x);
+        const Half b = *reinterpret_cast<const Half*>(x + N / 2);
+        const Half joined = FOLD == SUM ? a + b : a > b ? a : b;
+        return fold<FOLD, N / 2>(reinterpret_cast<const float*>(&joined));
+    }
+}
+template <Fold FOLD>
+inline float fold(const Vec& x) {
+    return fold<FOLD, LANES>(reinterpret_cast<const float*>(&x));
+}
 
 constexpr int TILE = 64;         // slots per tile: K and V of one tile fit the first-level cache
 constexpr int MAX_ROWS = 96;     // rows per piece of work: they share the conversion of a tile
 constexpr int FEW_ROWS = 8;      // up to these, transposing K costs more than it saves
-constexpr int ROW_GROUP = 4;     // rows of a product kept in registers
+constexpr int ROW_GROUP = 6;     // rows of a product kept in registers
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 struct bf16 {
@@ -83,16 +106,18 @@ inline void product(const float* a, int64_t a_stride, const float* b, int64_t b_
     Vec sum[R][C];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++)
-            std::memcpy(&sum[r][c], out + r * out_stride + c * LANES, sizeof(Vec));
+            sum[r][c] = at(out + r * out_stride + c * LANES);
     for (int k = 0; k < n; k++) {
         Vec row[C];
-        for (int c = 0; c < C; c++) std::memcpy(&row[c], b + k * b_stride + c * LANES, sizeof(Vec));
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) sum[r][c] += a[r * a_stride + k] * row[c];
+        for (int c = 0; c < C; c++) row[c] = at(b + k * b_stride + c * LANES);
+        for (int r = 0; r < R; r++) {
+            const float x = a[r * a_stride + k];
+            for (int c = 0; c < C; c++) sum[r][c] += x * row[c];
+        }
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++)
-            std::memcpy(out + r * out_stride + c * LANES, &sum[r][c], sizeof(Vec));
+            at(out + r * out_stride + c * LANES) = sum[r][c];
 }
 
 // out[r, c] += sum over k < n of a[r, k] * b[k, c], for R rows and `width` columns, a multiple of
@@ -113,7 +138,9 @@ inline void add_product(int rows, const float* a, int64_t a_stride, const float*
         case 1: return add_product<1>(a, a_stride, b, b_stride, n, out, out_stride, width);
         case 2: return add_product<2>(a, a_stride, b, b_stride, n, out, out_stride, width);
         case 3: return add_product<3>(a, a_stride, b, b_stride, n, out, out_stride, width);
-        default: return add_product<4>(a, a_stride, b, b_stride, n, out, out_stride, width);
+        case 4: return add_product<4>(a, a_stride, b, b_stride, n, out, out_stride, width);
+        case 5: return add_product<5>(a, a_stride, b, b_stride, n, out, out_stride, width);
+        default: return add_product<6>(a, a_stride, b, b_stride, n, out, out_stride, width);
     }
 }
 
@@ -149,7 +176,8 @@ struct Scratch {
     }
 };
 
-// WIDTH is head_dim rounded up to whole vectors; 0: known only at run time. The rest is zeros.
+// WIDTH is head_dim where it is one of the usual ones: loops of known length are faster. 0: any
+// other; `width` is head_dim rounded up to whole vectors, and the rest of each row is zeros.
 template <typename T, int WIDTH>
 struct Kernel {
     const Shape& shape;
@@ -157,40 +185,38 @@ struct Kernel {
     const T *query, *pool;
     T* out;
     Scratch& s;
+    static constexpr bool WHOLE = WIDTH > 0;
 
     // The rows of K (half 0) or V (half 1) of slots start to end - 1, as floats. K may come
     // transposed, [width, TILE], so that a product runs over many keys at once.
-    void load(int half, const Work& w, int start, int end, int width, bool transposed, float* to) {
-        const int64_t D = shape.head_dim, B = shape.block_size;
+    template <bool TRANSPOSED>
+    void load(int half, const Work& w, int start, int end, int width, float* __restrict to) {
+        const int D = WHOLE ? WIDTH : int(shape.head_dim), B = int(shape.block_size);
         const int32_t* table = step.block_tables + w.seq * step.max_blocks;
-        const T* base = pool + half * shape.pool_blocks * shape.num_kv_heads * B * D;
-        const int64_t seq_len = step.seq_lens[w.seq];
-        for (int slot = start; slot < end;) {
-            const int64_t index = slot / B, offset = slot % B;
-            const int run = int(std::min<int64_t>(end - slot, B - offset));
-            const T* row = base + ((table[index] * shape.num_kv_heads + w.kv_head) * B + offset) * D;
+        const int64_t block_stride = shape.num_kv_heads * B * D;
+        const T* base = pool + half * shape.pool_blocks * block_stride + int64_t(w.kv_head) * B * D;
+        const int last_block = (step.seq_lens[w.seq] - 1) / B;
+        int index = start / B, offset = start % B;
+        for (int t = 0; t < end - start; index++, offset = 0) {
+            const int run = std::min(end - start - t, B - offset);
+            const T* __restrict row = base + table[index] * block_stride + offset * D;
             // The next block lies elsewhere, where the hardware does not look for it by itself.
-            const int64_t next = (index + 1) * B < seq_len ? table[index + 1] : table[index];
-            const T* ahead = base + ((next * shape.num_kv_heads + w.kv_head) * B) * D;
-            for (int i = 0; i < run; i++, row += D, ahead += D) {
-                for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(ahead + d);
-                const int t = slot - start + i;
-                if (transposed) {
-                    for (int64_t d = 0; d < D; d++) to[d * TILE + t] = to_float(row[d]);
-                } else if (WIDTH && D == WIDTH) {
-                    for (int d = 0; d < WIDTH; d++) to[t * WIDTH + d] = to_float(row[d]);
+            const T* ahead = base + table[std::min(index + 1, last_block)] * block_stride;
+            for (int i = 0; i < run; i++, t++, row += D, ahead += D) {
+                for (int d = 0; d < D; d += 64 / int(sizeof(T))) __builtin_prefetch(ahead + d);
+                if (TRANSPOSED) {
+                    for (int d = 0; d < D; d++) to[d * TILE + t] = to_float(row[d]);
                 } else {
-                    for (int64_t d = 0; d < D; d++) to[t * width + d] = to_float(row[d]);
-                    for (int64_t d = D; d < width; d++) to[t * width + d] = 0.0f;
+                    for (int d = 0; d < D; d++) to[t * width + d] = to_float(row[d]);
+                    for (int d = D; d < width; d++) to[t * width + d] = 0.0f;
                 }
             }
-            slot += run;
         }
     }
 
     void run(const Work& w) {
-        const int D = int(shape.head_dim), G = int(shape.per_kv);
-        const int width = WIDTH ? WIDTH : (D + LANES - 1) / LANES * LANES;
+        const int D = WHOLE ? WIDTH : int(shape.head_dim), G = int(shape.per_kv);
+        const int width = WHOLE ? WIDTH : (D + LANES - 1) / LANES * LANES;
         const int rows = w.num_queries * G;
         const int first_row = step.query_start_loc[w.seq] + w.first_query;
         const int query_len = step.query_start_loc[w.seq + 1] - step.query_start_loc[w.seq];
@@ -207,8 +233,11 @@ struct Kernel {
         const bool transposed = rows > FEW_ROWS;
         for (int start = first_slot(position, padding); start < end; start += TILE) {
             const int n = std::min(TILE, end - start);
-            load(0, w, start, start + n, width, transposed, s.keys.data());
-            load(1, w, start, start + n, width, false, s.values.data());
+            if (transposed)
+                load<true>(0, w, start, start + n, width, s.keys.data());
+            else
+                load<false>(0, w, start, start + n, width, s.keys.data());
+            load<false>(1, w, start, start + n, width, s.values.data());
             for (int r = 0; r < rows; r += ROW_GROUP) {
                 const int group = std::min(ROW_GROUP, rows - r);
                 float* scores = s.scores.data();
@@ -220,7 +249,7 @@ struct Kernel {
                     const int own = position + i / G;
                     const int from = std::max(first_slot(own, padding), start) - start;
                     const int to = std::min(own + 1 - start, n);
-                    soften(scores + (i - r) * TILE, from, to, n, i, width);
+                    soften(scores + (i - r) * TILE, from, to, i, width);
                 }
                 add_product(group, scores, TILE, s.values.data(), width, n,
                             &s.mixed[r * width], width, width);
@@ -250,41 +279,40 @@ struct Kernel {
         for (int t = 0; t < n; t++)
             for (int i = 0; i < group; i++) {
                 const float *q = &s.query[(r + i) * width], *k = &s.keys[t * width];
-                const int length = WIDTH ? WIDTH : width;
-                float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-                for (int d = 0; d < length; d++) sum += q[d] * k[d];
-                scores[i * TILE + t] = sum;
+                const int length = WHOLE ? WIDTH : width;
+                Vec sum = at(q) * at(k);
+                for (int d = LANES; d < length; d += LANES) sum += at(q + d) * at(k + d);
+                scores[i * TILE + t] = fold<SUM>(sum);
             }
     }
 
-    // Turns row r's n scores into weights: those outside from..to - 1 get 0, the others
-    // exp(score - largest so far); what the row has summed up is brought to the same measure.
-    void soften(float* scores, int from, int to, int n, int r, int width) {
+    // Turns a row's scores into weights: those of slots from..to - 1 of the tile become
+    // exp(score - largest so far), the others 0; what the row has summed up is brought to the same
+    // measure. The loops run over the whole tile, as loops of known length are faster.
+    void soften(float* scores, int from, int to, int r, int width) {
+        if (from >= to) return (void)std::fill(scores, scores + TILE, 0.0f);  // it sees nothing here
         if (shape.softcap != 0.0f) {
             const float cap = shape.softcap, inverse = 1.0f / cap;
-#pragma omp simd
-            for (int t = from; t < to; t++) scores[t] = cap * tanh_of(scores[t] * inverse);
+            for (int t = 0; t < TILE; t++) scores[t] = cap * tanh_of(scores[t] * inverse);
         }
-        float largest = s.largest[r];
-#pragma omp simd reduction(max : largest)
-        for (int t = from; t < to; t++) largest = scores[t] > largest ? scores[t] : largest;
-        for (int t = 0; t < std::min(from, n); t++) scores[t] = 0.0f;
-        for (int t = std::max(to, 0); t < n; t++) scores[t] = 0.0f;
-        if (from >= to) return;  // it sees nothing of this tile
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int t = from; t < to; t++) {
-            scores[t] = exp_of(scores[t] - largest);
-            sum += scores[t];
-        }
+        std::fill(scores, scores + from, NEVER);
+        std::fill(scores + to, scores + TILE, NEVER);
+        Vec most = at(scores);
+        for (int t = LANES; t < TILE; t += LANES)
+            most = at(scores + t) > most ? at(scores + t) : most;
+        const float largest = std::max(s.largest[r], fold<LARGEST>(most));
+        for (int t = 0; t < TILE; t++) scores[t] = exp_of(scores[t] - largest);
+        std::fill(scores, scores + from, 0.0f);
+        std::fill(scores + to, scores + TILE, 0.0f);
+        Vec sum = at(scores);
+        for (int t = LANES; t < TILE; t += LANES) sum += at(scores + t);
         if (largest > s.largest[r]) {
             const float shrink = s.largest[r] == NEVER ? 0.0f : exp_of(s.largest[r] - largest);
             for (int d = 0; d < width; d++) s.mixed[r * width + d] *= shrink;
             s.total[r] *= shrink;
             s.largest[r] = largest;
         }
-        s.total[r] += sum;
+        s.total[r] += fold<SUM>(sum);
     }
 };
 
