@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from minikv.bench import allocator, engines, machine, steptime, vllm_allocator
 from minikv.bench import workload as workload_module
 from minikv.bench.workload import MAX_MODEL_LEN, make_workload
 from minikv.kv_cache.paged import PagedKVCacheManager
+from minikv.model.backends import why_not
 
 ENGINES = ["minikv-2", "generate-2", "generate_batch-2"]
 SETTINGS = engines.Settings(model="tiny", dtype="float32", device="cpu")
@@ -133,6 +135,9 @@ def test_vllm_worker(tmp_path, capsys):
 
 # -- the command ----------------------------------------------------------------------------
 
+HAS_COMPILER = sys.platform != "win32" and any(map(shutil.which, ("c++", "g++", "clang++")))
+BACKEND = "cpu" if HAS_COMPILER else "gather"
+
 
 def test_json_and_table(capsys, tmp_path, quick):
     file = tmp_path / "out.json"
@@ -152,6 +157,10 @@ def test_json_and_table(capsys, tmp_path, quick):
         assert row["dtype"] == "float32" and row["steps"] > 0 and row["peak_kv_bytes"] > 0
         assert len(row["cores_busy_with_others"]) == result["rounds"] == 2
         assert f"{row['useful_tok_per_s']:.1f}" in out.out
+        # Where there is a compiler, what is measured is the kernel, not what stands in for it.
+        backend = BACKEND if row["engine"] == "minikv" else None
+        assert row["attention_backend"] == backend
+    assert f"minikv's attention backend: {BACKEND}\n" in out.out
     assert result["rows"][1]["ratio_to_generate"] == 1
     assert result["machine"]["torch"] == torch.__version__
     assert "round 2" in out.err  # the progress bar
@@ -223,13 +232,25 @@ def test_help_imports_no_torch():
 # -- the profile ----------------------------------------------------------------------------
 
 
-def test_profile_adds_up(capsys, tmp_path, quick):
+ATTENTION_PARTS = {
+    "gather": ("attention: gather K and V", "attention: scores and mixing", "attention: softmax"),
+    "cpu": ("attention: K and V read in place",),
+}
+
+
+@pytest.mark.parametrize("backend", ATTENTION_PARTS)
+def test_profile_adds_up(capsys, tmp_path, quick, backend, monkeypatch):
+    if backend == "gather":
+        monkeypatch.setenv("MINIKV_CPU_KERNELS", "0")
+    elif why_not("cpu", "cpu", torch.bfloat16):
+        pytest.skip("no compiler")
     file = tmp_path / "out.json"
     status, out = run_bench(
         capsys, "--profile", "--requests", "3", "--engines", "minikv-2", "--json", str(file)
     )
     assert status == 0
     profile = json.loads(file.read_text())["profile"]
+    assert profile["attention_backend"] == backend
     rows = {row["part"]: row for row in profile["rows"]}
     assert sum(row["ms"] for row in rows.values()) == pytest.approx(profile["step_ms"])
     assert sum(row["percent"] for row in rows.values()) == pytest.approx(100)
@@ -240,8 +261,7 @@ def test_profile_adds_up(capsys, tmp_path, quick):
         "norms",
         "rope",
         "activation",
-        "attention: gather K and V",
-        "attention: scores and mixing",
+        *ATTENTION_PARTS[profile["attention_backend"]],
         "sampling",
         "metadata building",
         "scheduling and outputs",
@@ -254,11 +274,13 @@ def test_profile_adds_up(capsys, tmp_path, quick):
 
 def test_profile_leaves_the_engine_as_it_was(quick):
     llm = engines.Minikv(SETTINGS, 2).llm
+    attend = llm.runner.attend
     before = llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids
     steptime.profile_decode(llm, small_workload(2))
     assert not llm.has_unfinished_requests()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llm.model.modules())
     assert "forward" not in vars(llm.model) and "run" not in vars(llm.runner)
+    assert llm.runner.attend is attend
     assert llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids == before
 
 

@@ -181,13 +181,14 @@ def _compare(args):
     workload = make_workload(args.requests, vocab_size=settings.spec.vocab_size)
     facts = machine.facts(resolve_device(args.device))
     _print_head(workload, facts, settings.spec)
-    runs = _measure(chosen, settings, workload, args.rounds)
+    runs, backends = _measure(chosen, settings, workload, args.rounds)
     rows = [_row(*key, settings.spec.dtype, runs[key], workload) for key in chosen]
     base = next((row for row in rows if row["engine"] == "generate"), None)
     for row in rows:
         rate = row["useful_tok_per_s"]
         row["ratio_to_generate"] = rate / base["useful_tok_per_s"] if base else None
         row["peak_kv_is"] = E.KINDS[row["engine"]].kv_means
+        row["attention_backend"] = backends[row["engine"], row["max_num_seqs"]]
     _print_table(rows)
     return {
         "rows": rows,
@@ -204,7 +205,8 @@ def _compare(args):
 
 
 def _measure(chosen, settings, workload, rounds):
-    """(kind, num_seqs) -> [(Run, cores that others kept busy), ...], one for each round."""
+    """(kind, num_seqs) -> [(Run, cores that others kept busy), ...], one for each round; and
+    (kind, num_seqs) -> the attention backend that ran, None where an engine has no such choice."""
     from tqdm import tqdm
 
     from minikv.bench import engines as E
@@ -236,7 +238,8 @@ def _measure(chosen, settings, workload, rounds):
                     )
                 runs[kind, num_seqs].append((run, watch.others))
                 bar.update()
-    return runs
+        backends = {key: getattr(e, "attention_backend", None) for key, e in built.items()}
+    return runs, backends
 
 
 def _check_lengths(name, run, workload):
@@ -296,6 +299,8 @@ def _print_table(rows):
     print(
         "; ".join(f"{kind} {m}" for kind, m in {r["engine"]: r["peak_kv_is"] for r in rows}.items())
     )
+    for backend in {row["attention_backend"] for row in rows} - {None}:
+        print(f"minikv's attention backend: {backend}")
 
 
 # -- the profile ----------------------------------------------------------------------------
@@ -320,11 +325,16 @@ def _profile(args):
     facts = machine.facts(device)
     _print_head(workload, facts, settings.spec)
     with machine.Watch() as watch:
-        result = profile_decode(E.Minikv(settings, num_seqs).llm, workload)
+        engine = E.Minikv(settings, num_seqs)
+        result = profile_decode(engine.llm, workload)
     if watch.busy:
         print(f"warning: other processes kept {watch.others:.1f} cores busy", file=sys.stderr)
     step_ms, plain_ms = result["step_ms"], result["unprofiled_step_ms"]
-    print(f"\na decode step of {len(workload)} sequences, {result['context']:.0f} tokens each:\n")
+    result["attention_backend"] = engine.attention_backend
+    print(
+        f"\na decode step of {len(workload)} sequences, {result['context']:.0f} tokens each, "
+        f"attention backend {engine.attention_backend}:\n"
+    )
     for row in result["rows"]:
         print(f"{row['part']:44} {row['ms']:8.2f} ms {row['percent']:6.1f}%")
     print(f"{'the step':44} {step_ms:8.2f} ms  100.0%")

@@ -53,6 +53,10 @@ class Minikv:
             max_num_batched_tokens=TOKENS_PER_STEP,
         )
 
+    @property
+    def attention_backend(self):
+        return self.llm.attention_backend
+
     def run(self, workload):
         llm, first_step = self.llm, len(self.llm.metrics.steps)
         params = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in workload]

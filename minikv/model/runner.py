@@ -28,7 +28,7 @@ class ModelRunner:
         self.model, self.manager = model, manager
         self.num_blocks, self.block_size = manager.num_blocks, manager.block_size
         self.device = next(model.parameters()).device
-        self.attention_backend, self._attend = choose_backend(
+        self.attention_backend, self.attend = choose_backend(
             self.device, model.dtype, attention_backend
         )
         self.pools = new_pools(
@@ -75,7 +75,7 @@ class ModelRunner:
             pools=self.pools,
             write_rows=self._write_rows(packed, tables, places).to(self.device),
             metadata=self._metadata(packed, tables, starts, ends),
-            attend=self._attend,
+            attend=self.attend,
         )
         out = self.model(
             input_ids=torch.tensor([token_ids], device=self.device),
