@@ -11,24 +11,24 @@ import threading
 import time
 
 import numpy as np
-import psutil
-import torch
 from tqdm.auto import tqdm
 
 from minikv.core import EngineCore
-from minikv.kv_cache.base import KVCacheManager, OutOfKVMemory
+from minikv.kv_cache.base import KVCacheManager, OutOfKVMemory, cdiv
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.model.backends import choose_backend
 from minikv.model.job import Job, eos_token_ids, is_one_prompt, sample_ids_of, tokenize
 from minikv.model.loader import Loaded, load
+from minikv.model.memory import default_num_blocks, require_memory
 from minikv.model.packing import pack_linears
 from minikv.model.probe import adopt
 from minikv.model.runner import ModelRunner
 from minikv.request import Request, RequestOutput, SamplingParams, require_int, require_number
 from minikv.scheduler import BATCHING, Scheduler
 
-CPU_POOL_BYTES = 1 << 30
 DEFAULT_BLOCK_SIZE = 16
+MANAGERS = {"paged": PagedKVCacheManager, "contiguous": ContiguousKVCacheManager}
 
 
 class WallClock:
@@ -51,14 +51,15 @@ class LLM:
         model: "smollm2" (the default), "tiny" (random, instant), a folder or a Hugging Face id;
             or what `minikv.model.loader.load` returned. The model is adopted: from then on its
             attention works inside this LLM only.
-        kv_cache_manager: an instance, or a factory (a class will do) that is called with those of
-            num_blocks, block_size and max_model_len that it takes. Default: contiguous slabs.
+        kv_cache_manager: "paged" (the default) or "contiguous" (a slab for each request); an
+            instance; or a factory (a class will do) that is called with those of num_blocks,
+            block_size and max_model_len that it takes.
         scheduler: an instance (its manager is used), or a factory called with the manager and
             those of max_num_seqs and max_num_batched_tokens that it takes.
         block_size: tokens per block; 16 unless a manager instance says otherwise.
         num_gpu_blocks_override: blocks in the pool. Default: 1 GiB on a CPU; on a GPU
-            gpu_memory_utilization of its memory, less what is in use already. Never more than
-            max_num_seqs requests of max_model_len could fill.
+            gpu_memory_utilization (0.9) of its memory, less what is in use once the weights are
+            loaded. Never more than max_num_seqs requests of max_model_len could fill.
         max_num_seqs: requests that run at once (16). max_num_batched_tokens: tokens computed per
             step (512).
         max_model_len: prompt and output tokens of one request at most. Default: what the model
@@ -104,6 +105,11 @@ class LLM:
         require_number("gpu_memory_utilization", gpu_memory_utilization, above=0, at_most=1)
         if not isinstance(batching, str) or batching not in BATCHING:
             raise ValueError(f"batching is {batching!r}; known: {', '.join(BATCHING)}")
+        if isinstance(kv_cache_manager, str):
+            if kv_cache_manager not in MANAGERS:
+                known = ", ".join(MANAGERS)
+                raise ValueError(f"kv_cache_manager is {kv_cache_manager!r}; known: {known}")
+            kv_cache_manager = MANAGERS[kv_cache_manager]
         _require_part("kv_cache_manager", kv_cache_manager, KVCacheManager)
         _require_part("scheduler", scheduler, Scheduler)
         if scheduler is not None and batching != "continuous":
@@ -132,16 +138,20 @@ class LLM:
         )
         adopt(self.model, self.spec, attention_backend)
 
-        max_num_seqs = max_num_seqs or 16
+        max_num_seqs, device = max_num_seqs or 16, next(self.model.parameters()).device
         if _is_factory(kv_cache_manager):
             block_size = block_size or DEFAULT_BLOCK_SIZE
-            num_blocks = num_gpu_blocks_override or self._default_num_blocks(
-                block_size, gpu_memory_utilization, max_num_seqs, max_model_len
-            )
+            num_blocks = num_gpu_blocks_override
+            if num_blocks is None:
+                num_blocks = default_num_blocks(
+                    device, self.spec, block_size, gpu_memory_utilization
+                )
+                longest = cdiv(max_model_len or self.spec.max_model_len, block_size)
+                num_blocks = min(num_blocks, max_num_seqs * longest)
             self.max_model_len = self._fitting_len(max_model_len, num_blocks * block_size)
-            self._require_memory(num_blocks, block_size)
+            require_memory(device, self.spec, num_blocks, block_size)
             manager = _call(
-                kv_cache_manager or ContiguousKVCacheManager,
+                kv_cache_manager or PagedKVCacheManager,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 max_model_len=self.max_model_len,
@@ -149,7 +159,7 @@ class LLM:
             _require_part("what kv_cache_manager made", manager, KVCacheManager, made=True)
         else:
             manager = kv_cache_manager
-            self._require_memory(manager.num_blocks, manager.block_size)
+            require_memory(device, self.spec, manager.num_blocks, manager.block_size)
             if manager.tables:
                 raise ValueError("kv_cache_manager already holds block tables of other requests")
             limit = getattr(manager, "max_model_len", None) or self.spec.max_model_len
@@ -202,36 +212,6 @@ class LLM:
     def memory_report(self):
         """Where the pool's slots are now: a MemoryReport."""
         return self.core.report()
-
-    def _default_num_blocks(self, block_size, utilization, max_num_seqs, max_model_len):
-        block_bytes = self.spec.kv_bytes_per_token * block_size
-        device = next(self.model.parameters()).device
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            num_bytes = int(free - (1 - utilization) * total)
-        else:
-            num_bytes = CPU_POOL_BYTES
-        if num_bytes < block_bytes:
-            raise OutOfKVMemory(
-                f"{num_bytes:,} bytes are left for the KV cache, but one block of {block_size} "
-                f"tokens takes {block_bytes:,}"
-            )
-        most = max_num_seqs * -(-(max_model_len or self.spec.max_model_len) // block_size)
-        return min(num_bytes // block_bytes, most)
-
-    def _require_memory(self, num_blocks, block_size):
-        """Asked before anything is made: the operating system promises memory that is not there."""
-        device = next(self.model.parameters()).device
-        if device.type == "cuda":
-            num_bytes = torch.cuda.mem_get_info(device)[1]
-        else:
-            num_bytes = psutil.virtual_memory().total
-        wanted = (num_blocks + 1) * block_size * self.spec.kv_bytes_per_token
-        if wanted > num_bytes:
-            raise OutOfKVMemory(
-                f"a pool of {num_blocks:,} blocks of {block_size:,} tokens takes {wanted:,} bytes, "
-                f"but {device} has {num_bytes:,}"
-            )
 
     def _fitting_len(self, max_model_len, num_slots):
         if max_model_len is None:

@@ -14,6 +14,7 @@ from reference import greedy
 from minikv.engine import LLM
 from minikv.kv_cache.base import InvariantBroken, KVCacheManager, OutOfKVMemory
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.model.loader import Loaded, load
 from minikv.model.tiny import tiny_model, tiny_tokenizer
 from minikv.request import SamplingParams
@@ -738,17 +739,29 @@ def test_a_stream_has_one_sample(llm):
 # -- managers and schedulers --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("manager", [
-    MinimalManager, ByHandManager, ContiguousKVCacheManager,
-    lambda num_blocks, block_size: MinimalManager(num_blocks, block_size),
-    lambda **sizes: ContiguousKVCacheManager(**sizes),
-], ids=["minimal", "by hand", "contiguous", "function", "any keywords"])  # fmt: skip
+@pytest.mark.parametrize(
+    "manager",
+    [
+        MinimalManager,
+        ByHandManager,
+        ContiguousKVCacheManager,
+        PagedKVCacheManager,
+        lambda num_blocks, block_size: MinimalManager(num_blocks, block_size),
+        lambda **sizes: ContiguousKVCacheManager(**sizes),
+        "contiguous",
+        "paged",
+    ],
+    ids=["minimal", "by hand", "slabs", "blocks", "function", "keywords", "contiguous", "paged"],
+)
 def test_a_manager_may_be_a_class_or_a_factory(tiny, llm, manager):
     other = LLM(
         tiny, kv_cache_manager=manager, num_gpu_blocks_override=40, block_size=4, max_model_len=64
     )
     assert (other.manager.num_blocks, other.manager.block_size) == (40, 4)
     assert tokens(other, "Hello", max_tokens=20) == tokens(llm, "Hello", max_tokens=20)
+    if isinstance(manager, str):
+        kind = {"contiguous": ContiguousKVCacheManager, "paged": PagedKVCacheManager}[manager]
+        assert type(other.manager) is kind and other.manager.max_model_len == 64
 
 
 def test_a_managers_own_sizes_win(tiny):
@@ -876,7 +889,7 @@ def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tiny):
 def test_the_default_pool_is_at_most_what_max_num_seqs_could_fill(tiny):
     llm = LLM(tiny, max_num_seqs=2, max_model_len=100)
     assert (llm.manager.num_blocks, llm.manager.block_size) == (2 * 7, 16)
-    assert isinstance(llm.manager, ContiguousKVCacheManager)
+    assert isinstance(llm.manager, PagedKVCacheManager)
 
 
 def test_bfloat16_runs_and_its_linears_are_packed_or_left():
@@ -1044,6 +1057,7 @@ class Forgetful(KVCacheManager):
 
 
 @pytest.mark.parametrize("options, error, message", [
+    ({"kv_cache_manager": "page"}, ValueError, "is 'page'; known: paged, contiguous"),
     ({"kv_cache_manager": 5}, TypeError, "kv_cache_manager is 5, which is no KVCacheManager"),
     ({"kv_cache_manager": dict}, TypeError, "is the class dict, which is no KVCacheManager"),
     ({"kv_cache_manager": Forgetful}, TypeError, r"must call super\(\).__init__"),

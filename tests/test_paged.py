@@ -238,7 +238,16 @@ def test_fits_ever_counts_every_slot_of_the_pool():
     assert manager.max_slots_per_request == 8
 
 
-@pytest.mark.parametrize("kwargs", [{"num_blocks": 0}, {"block_size": 0}, {"block_size": 1.5}])
+@pytest.mark.parametrize("max_model_len, slots", [(1, 1), (7, 7), (8, 8), (9, 8)])
+def test_one_request_has_no_more_than_max_model_len(max_model_len, slots):
+    manager = PagedKVCacheManager(4, 2, max_model_len=max_model_len)
+    assert manager.max_slots_per_request == slots and manager.max_model_len == max_model_len
+    assert manager.fits_ever(new("a", 1, slots)) and not manager.fits_ever(new("a", 1, slots + 1))
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"num_blocks": 0}, {"block_size": 0}, {"block_size": 1.5}, {"max_model_len": 0}]
+)
 def test_impossible_pools_are_refused(kwargs):
     name, value = next(iter(kwargs.items()))
     with pytest.raises((TypeError, ValueError), match=f"{name} .*{value}"):

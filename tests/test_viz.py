@@ -23,7 +23,7 @@ STATES = (pool.LIVE, pool.RESERVED, pool.INTERNAL, pool.FREE)
 @pytest.fixture(scope="module")
 def run():
     """A real engine with three requests in a pool of three slabs: (snapshots, reports, tables)."""
-    llm = LLM("tiny", max_model_len=48, num_gpu_blocks_override=9)
+    llm = LLM("tiny", kv_cache_manager="contiguous", max_model_len=48, num_gpu_blocks_override=9)
     for name, length in (("a", 5), ("b", 12), ("c", 20), ("d", 7)):
         llm.add_request(list(range(1, length + 1)), SamplingParams(12, ignore_eos=True), name)
     snapshots, reports, tables = [], [], []
@@ -50,7 +50,7 @@ def test_a_snapshot_agrees_with_the_managers_own_report(run):
 
 
 def test_a_snapshot_does_not_change_with_the_engine():
-    llm = LLM("tiny", max_model_len=48, num_gpu_blocks_override=9)
+    llm = LLM("tiny", kv_cache_manager="contiguous", max_model_len=48, num_gpu_blocks_override=9)
     llm.add_request([1, 2, 3], SamplingParams(4, ignore_eos=True), "a")
     llm.step()
     snap = pool.snapshot(llm)

@@ -39,7 +39,7 @@ class Run(NamedTuple):
 class Minikv:
     """Ours, as `LLM.generate` serves it."""
 
-    kv_means = "slabs in use, at the peak"
+    kv_means = "blocks in use, at the peak"
 
     def __init__(self, settings, max_num_seqs):
         from minikv.engine import LLM

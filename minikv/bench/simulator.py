@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.kv_cache.base import cdiv
+from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.request import Request, SamplingParams
 from minikv.scheduler import BATCHING
 from minikv.simulator import Simulation, StepTime
@@ -23,7 +24,7 @@ PROMPT_TOKENS, BLOCK_SIZE = 100, 16
 # requests running -> (steps of a run, goal in steps per second)
 RUNNING = {128: (2_000, 6_000), 8: (20_000, 60_000)}
 NUM_SHAREGPT, SHAREGPT_GOAL = 2_000, 2_000  # requests of a run, goal in requests per second
-POOL_SLOTS = 15_700  # OPT-13B's on an A100 with 40 GB (Kwon et al. 2023): about 7 slabs of 2,048
+POOL_SLOTS = 15_700  # OPT-13B's on an A100 with 40 GB (Kwon et al. 2023)
 
 CALIBRATION_REQUESTS = 8
 MAX_MODEL_LEN = 192
@@ -60,9 +61,8 @@ def _row(what, rates, goal, vllm_per_s):
 
 
 def _simulation(num_slots, max_model_len, max_num_seqs, max_num_batched_tokens):
-    manager = ContiguousKVCacheManager(
-        -(-num_slots // BLOCK_SIZE), BLOCK_SIZE, max_model_len=max_model_len
-    )
+    num_blocks = cdiv(num_slots, BLOCK_SIZE)
+    manager = PagedKVCacheManager(num_blocks, BLOCK_SIZE, max_model_len=max_model_len)
     scheduler = BATCHING["continuous"](
         manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
@@ -72,7 +72,7 @@ def _simulation(num_slots, max_model_len, max_num_seqs, max_num_batched_tokens):
 def _steps_per_s(running, num_steps):
     """All are there from the start and of one length: each step computes a token of each."""
     length = PROMPT_TOKENS + num_steps
-    slots = running * -(-length // BLOCK_SIZE) * BLOCK_SIZE
+    slots = running * cdiv(length, BLOCK_SIZE) * BLOCK_SIZE
     simulation = _simulation(slots, length, running, running * PROMPT_TOKENS)
     requests = [
         Request(f"r{i}", num_prompt_tokens=PROMPT_TOKENS, max_tokens=num_steps)
@@ -202,10 +202,8 @@ def _measure(loaded, seed, num_seqs, batching="continuous"):
 
 def _predict(step_time, seed, num_seqs, batching="continuous"):
     """The simulator's steps for the same requests."""
-    slab_blocks = -(-MAX_MODEL_LEN // BLOCK_SIZE)
-    manager = ContiguousKVCacheManager(
-        num_seqs * slab_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
-    )
+    num_blocks = num_seqs * cdiv(MAX_MODEL_LEN, BLOCK_SIZE)  # as many as the engine has
+    manager = PagedKVCacheManager(num_blocks, BLOCK_SIZE, max_model_len=MAX_MODEL_LEN)
     simulation = Simulation(BATCHING[batching](manager, **_limits(num_seqs)), step_time)
     requests = [
         Request(str(i), num_prompt_tokens=prompt, max_tokens=output)

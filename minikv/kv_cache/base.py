@@ -102,7 +102,7 @@ class KVCacheManager:
 
     def fits_ever(self, request) -> bool:
         """Whether it could run to its longest possible end, alone in an empty pool."""
-        return request.max_kv_tokens <= self.num_blocks * self.block_size
+        return request.max_kv_tokens <= self.max_slots_per_request
 
     def get_num_cached_tokens(self, request) -> int:
         """Leading tokens whose keys and values are already in the pool: at most num_tokens - 1,

@@ -6,6 +6,7 @@ those of vLLM's v1 core: `block_pool.py`, `kv_cache_utils.py`, `kv_cache_manager
 """
 
 from minikv.kv_cache.base import InvariantBroken, KVCacheManager, cdiv
+from minikv.request import require_int
 
 
 class KVCacheBlock:
@@ -189,16 +190,24 @@ class PagedKVCacheManager(KVCacheManager):
     """A block is taken when the tokens about to be computed reach beyond the last one, and no
     sooner: nothing is reserved, and what is wasted is the rest of each request's last block.
 
-    Tables are lists of block ids that grow in place.
+    max_model_len: slots of one request at most; None for all of the pool. Tables are lists of
+    block ids that grow in place.
     """
 
-    def __init__(self, num_blocks, block_size):
+    def __init__(self, num_blocks, block_size, *, max_model_len=None):
         super().__init__(num_blocks, block_size)
+        if max_model_len is None:
+            max_model_len = self.num_blocks * self.block_size
+        self.max_model_len = require_int("max_model_len", max_model_len, at_least=1)
         self.block_pool = BlockPool(self.num_blocks)
 
     @property
     def num_free_blocks(self):
         return self.block_pool.free_block_queue.num_free_blocks
+
+    @property
+    def max_slots_per_request(self):
+        return min(self.num_blocks * self.block_size, self.max_model_len)
 
     def allocate_slots(
         self,

@@ -30,7 +30,7 @@ EXPERIMENTS = {
 }
 
 THIS_MACHINE = "this-machine"
-MANAGERS = ("contiguous",)
+MANAGERS = ("paged", "contiguous")
 DEFAULT_DURATION = 600.0
 DEFAULT_REQUESTS = 500  # of a closed loop, which has no clock of its own
 
@@ -119,7 +119,11 @@ def _parser():
     )
 
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--manager", choices=MANAGERS, default="contiguous")
+    engine.add_argument(
+        "--manager",
+        choices=MANAGERS,
+        help="default: paged, but contiguous where --reserve or --fit is given",
+    )
     engine.add_argument(
         "--reserve",
         help="contiguous: what a request gets when it is admitted: max (default: max_model_len), "
@@ -167,6 +171,8 @@ def _serve(args):
     from minikv.simulator import Simulation, StepTime, num_blocks_on
     from minikv.specs import find_model
 
+    if args.manager is None:
+        args.manager = "paged" if args.reserve is args.fit is None else "contiguous"
     if args.batching not in BATCHING:
         raise ValueError(f"--batching is {args.batching!r}; known: {', '.join(BATCHING)}")
     requests, traffic = _traffic(args)
@@ -291,6 +297,7 @@ def _gpu(name):
 def _manager(args, num_blocks, max_model_len):
     from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
     from minikv.kv_cache.extents import FITS
+    from minikv.kv_cache.paged import PagedKVCacheManager
 
     for name, known in (("reserve", RESERVE_POLICIES), ("fit", FITS)):
         value = getattr(args, name)
@@ -298,14 +305,18 @@ def _manager(args, num_blocks, max_model_len):
             raise ValueError(f"--{name} is for --manager contiguous, not {args.manager}")
         if value is not None and value not in known:
             raise ValueError(f"--{name} is {value!r}; known: {', '.join(known)}")
-    assert args.manager == "contiguous"  # argparse knows no other yet
-    return ContiguousKVCacheManager(
-        num_blocks,
-        args.block_size,
-        max_model_len=max_model_len,
-        reserve=args.reserve or "max",
-        fit=args.fit or "first",
-    )
+    if args.manager == "contiguous":
+        return ContiguousKVCacheManager(
+            num_blocks,
+            args.block_size,
+            max_model_len=max_model_len,
+            reserve=args.reserve or "max",
+            fit=args.fit or "first",
+        )
+    num_slots = num_blocks * args.block_size
+    if max_model_len > num_slots:
+        raise ValueError(f"--max-model-len is {max_model_len}, but the pool has {num_slots} slots")
+    return PagedKVCacheManager(num_blocks, args.block_size, max_model_len=max_model_len)
 
 
 class Progress:

@@ -22,7 +22,7 @@ def run():
     from minikv.engine import LLM
     from minikv.request import SamplingParams
 
-    llm = LLM(max_model_len=96, num_gpu_blocks_override=18)
+    llm = LLM(kv_cache_manager="contiguous", max_model_len=96, num_gpu_blocks_override=18)
     for name, text in QUESTIONS.items():
         chat = [{"role": "user", "content": text}]
         llm.add_request(chat, SamplingParams(max_tokens=48), request_id=name)

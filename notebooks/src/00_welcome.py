@@ -35,12 +35,12 @@ print("the model is", "here" if machine["model_fetched"] else "not here yet: fet
 # %% [markdown]
 # ## A first answer
 #
-# `LLM()` loads the default model, `smollm2`. It has few parameters, as models go, so it answers quickly on a laptop, and it is often wrong. It is a real model all the same, a small relative of Llama: what you learn about its cache holds for the large ones.
+# `LLM` loads its default model, `smollm2`. We ask for the oldest of the engine's caches, which is the easiest to look at. The model has few parameters, as models go, so it answers quickly on a laptop, and it is often wrong. It is a real model all the same, a small relative of Llama: what you learn about its cache holds for the large ones.
 
 # %% load
 from minikv import LLM, SamplingParams
 
-llm = LLM()
+llm = LLM(kv_cache_manager="contiguous")
 print(f"{llm.spec.name}: {llm.spec.num_parameters:,} parameters in {llm.spec.num_layers} layers")
 
 # %% first-answer tags=["nbval-ignore-output"]
@@ -102,7 +102,7 @@ print(f"live: {len(output.prompt_token_ids)} of the prompt + {num_steps - 1} of 
 print(f"held after the request was stopped: {num_slots - llm.memory_report().free}")
 
 # %% [markdown]
-# The request holds 8,192 slots, though only 59 of them contain anything: 39 tokens of the prompt and 20 of the answer. Nobody knows how long an answer will be, and this engine's first cache takes no risk: it reserves a **slab**, consecutive slots for the longest sequence that the model allows. Serving systems did just that until about 2023. <!-- source: Kwon et al. 2023, section 3.1 -->
+# The request holds 8,192 slots, though only 59 of them contain anything: 39 tokens of the prompt and 20 of the answer. Nobody knows how long an answer will be, and a `"contiguous"` cache takes no risk: it reserves a **slab**, consecutive slots for the longest sequence that the model allows. Serving systems did just that until about 2023. <!-- source: Kwon et al. 2023, section 3.1 -->
 #
 # Memory that is held cannot serve anyone else. The chapters up to 04 take this waste apart and remove nearly all of it; the later ones share what is left.
 
@@ -112,7 +112,7 @@ print(f"held after the request was stopped: {num_slots - llm.memory_report().fre
 # To see single slots, take a tiny pool and allow only short sequences.
 
 # %% small-pool
-small = LLM(max_model_len=96, num_gpu_blocks_override=18)
+small = LLM(kv_cache_manager="contiguous", max_model_len=96, num_gpu_blocks_override=18)
 print(f"{small.manager.num_blocks} blocks of {small.manager.block_size} slots")
 print(f"longest sequence: {small.max_model_len} tokens")
 
