@@ -4,6 +4,7 @@ None of them imports torch, touches matplotlib's global settings or keeps a figu
 a `Card` (style.py): it shows itself in a notebook, on its own light background and with alt text.
 """
 
+from minikv.viz.board import translation, translation_player
 from minikv.viz.fragmentation import free_extent_histogram, free_vs_largest
 from minikv.viz.house import lines_of_minikv
 from minikv.viz.lab import LabSettings, fragmentation_lab, lab_figure, lab_run
@@ -20,6 +21,7 @@ from minikv.viz.pool import (
 )
 from minikv.viz.strips import memory_strip, memory_strips
 from minikv.viz.style import Card, figure
+from minikv.viz.tables import block_table_map, labels_of, translate
 from minikv.viz.widgets import memory_player, pool_player
 
 __all__ = [
@@ -28,12 +30,14 @@ __all__ = [
     "MemoryRecorder",
     "PoolSnapshot",
     "Slots",
+    "block_table_map",
     "figure",
     "fragmentation_lab",
     "free_extent_histogram",
     "free_vs_largest",
     "lab_figure",
     "lab_run",
+    "labels_of",
     "lines_of_minikv",
     "memory_map",
     "memory_maps",
@@ -48,4 +52,7 @@ __all__ = [
     "pool_player",
     "snapshot",
     "token_map",
+    "translate",
+    "translation",
+    "translation_player",
 ]
