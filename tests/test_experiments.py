@@ -28,7 +28,7 @@ from minikv.simulator.experiments import (
     paradox_run,
     paradox_step_time,
 )
-from minikv.simulator.refusals import Refusal, with_much_free
+from minikv.simulator.refusals import Refusal, RefusalRecorder, with_much_free
 from minikv.workloads import Poisson, RequestClass, Uniform, Workload, shared_header, sharegpt
 
 SHORT_S = 300.0
@@ -121,6 +121,25 @@ def test_the_recorder_changes_nothing_and_goes_away():
     with pytest.raises(RuntimeError, match="in the middle"):
         paradox_run(manager=manager, on_step=fail, duration_s=60.0)
     assert "allocate_slots" not in vars(manager)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_recorders_stack_and_leave_in_any_order(order):
+    manager = ContiguousKVCacheManager(100, 1, max_model_len=100, reserve="exact")
+    core = experiments.simulation_of(manager, paradox_step_time()).core
+    recorders = {name: RefusalRecorder(core) for name in "ab"}
+    requests = [Request(str(i), num_prompt_tokens=90, max_tokens=5) for i in range(4)]
+    assert manager.allocate_slots(requests[0], 90) is not None
+    assert manager.allocate_slots(requests[1], 90) is None
+    recorders[order[0]].detach()
+    assert manager.allocate_slots(requests[2], 90) is None
+    recorders[order[1]].detach()
+    assert manager.allocate_slots(requests[3], 90) is None
+    assert [r.request_id for r in recorders[order[0]].refusals] == ["1"]
+    assert [r.request_id for r in recorders[order[1]].refusals] == ["1", "2"]
+    if order == "ba":  # else the first one still passes calls on
+        assert "allocate_slots" not in vars(manager)
+    assert recorders["a"].refusals[0][2:] == (0.06, 0.06, 0.94)
 
 
 def test_the_paradox_appears_and_no_paged_manager_has_it():

@@ -96,6 +96,7 @@ def test_a_copied_block_is_read_and_written():
     copied, runner = seconds_of([at(10, 1)], [BlockCopy(0, 8, 3), BlockCopy(20, 30, 1)])
     assert copied - bare == pytest.approx(2 * 4 * (4 * KV_BYTES) / 1_000.0)
     assert runner.num_copied_blocks == 4
+    assert runner.seconds_in_copies == pytest.approx(copied - bare)
     slower, _ = seconds_of([at(10, 1)], [BlockCopy(0, 8, 4)], memory_efficiency=0.5)
     assert slower == pytest.approx(2 * copied)
 

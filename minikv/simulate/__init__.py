@@ -45,13 +45,13 @@ def main(argv):
     return run_command("simulate", _serve, args)
 
 
-def run_command(name, function, args):
+def run_command(name, function, args, indent=2):
     """Calls function(args) and writes what it returns to args.json; returns the exit status."""
     try:
         check_json(args.json)
         result = function(args)
         if args.json is not None:
-            Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            Path(args.json).write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
     except (ValueError, TypeError, RuntimeError) as error:  # __main__ handles all others
         print(f"minikv {name}: {error}", file=sys.stderr)
         return 1

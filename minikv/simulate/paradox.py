@@ -42,7 +42,7 @@ def main(argv):
     parser.add_argument("--duration", type=float, default=HOUR_S, metavar="S", help="default: 3600")
     parser.add_argument("--all", action="store_true", help="print every refused request")
     parser.add_argument("--json", metavar="FILE", help="write every refused request there, too")
-    return run_command("simulate paradox", _paradox, parser.parse_args(argv))
+    return run_command("simulate paradox", _paradox, parser.parse_args(argv), indent=None)
 
 
 def _paradox(args):
@@ -151,35 +151,34 @@ one of the same shape that goes further.
 
 HEAD = """
 Refused at the first attempt, all seeds together. enough: those with as many free slots as they
-need, and how much of the pool was free then. >= 40%: those of them with at least 40% of the pool
-free, by seed; and the same for needs of at most a quarter of the pool.
+need, and how much of the pool was free then (median, most); then those of them with at least 40%
+of the pool free, by seed. batch: requests in a step; held: share of the pool in use; both over the
+time in steps. queue: requests that wait when the hour ends. These are means over the seeds.
 """
-FOOT = """\
-batch: requests in a step; held: share of the pool in use; both over the time in steps. queue:
-requests that wait when the hour ends. Means over the seeds."""
 
 
 def _print_table(by_fit, beside):
-    print(HEAD)
-    print(f"{'':24}{'':>9}{'':>8}{'free':>12}  {'>= 40% free':18}{'need <= 1/4':14}")
-    print(
-        f"{'':24}{'refused':>9}{'enough':>8}{'median':>7}{'most':>5}  {'by seed':18}{'by seed':14}"
-        f"{'batch':>6}{'held':>5}{'queue':>7}"
-    )
     rows = {f"{fit} fit": runs for fit, runs in by_fit.items()} | beside
+    columns = f"{'refused':>9}{'enough':>8}{'median':>8}{'most':>6}  {'>= 40% free':22}"
+    print(f"{HEAD}\n{'':24}{columns}{'batch':>6}{'held':>6}{'queue':>7}")
     for name, runs in rows.items():
-        refusals = [each for run in runs for each in run.refusals]
-        free = [each.free_share for each in refusals if each.had_enough_in_sum]
-        middle, most = (f"{median(free):.0%}", f"{max(free):.0%}") if free else ("-", "-")
-        much = " ".join(str(len(run.much_free())) for run in runs)
-        small = " ".join(str(len(run.much_free(QUARTER))) for run in runs)
         print(
-            f"{name:24}{len(refusals):9,}{len(free):8,}{middle:>7}{most:>5}  {much:18}{small:14}"
+            f"{name:24}{_cells(runs)}"
             f"{_mean(run.mean_batched for run in runs):6.1f}"
-            f"{_mean(run.utilization for run in runs):5.0%}"
+            f"{_mean(run.utilization for run in runs):6.0%}"
             f"{_mean(run.num_waiting for run in runs):7,.0f}"
         )
-    print(FOOT)
+    print(f"\nOf these, with a need of at most a quarter of the pool:\n\n{'':24}{columns}".rstrip())
+    for name, runs in rows.items():
+        print(f"{name:24}{_cells(runs, QUARTER)}".rstrip())
+
+
+def _cells(runs, needed_share=1.0):
+    refusals = [r for run in runs for r in run.refusals if r.needed_share <= needed_share]
+    free = [each.free_share for each in refusals if each.had_enough_in_sum]
+    middle, most = (f"{median(free):.0%}", f"{max(free):.0%}") if free else ("-", "-")
+    much = " ".join(str(len(run.much_free(needed_share))) for run in runs)
+    return f"{len(refusals):9,}{len(free):8,}{middle:>8}{most:>6}  {much:22}"
 
 
 def _print_why(headers, slower, chats, rate):

@@ -40,14 +40,21 @@ class RefusalRecorder:
         def recorded(request, num_new_tokens, **extra):
             table = allocate_slots(request, num_new_tokens, **extra)
             # first_scheduled_time: who has it runs, or has run before it was preempted
-            if table is None and request.first_scheduled_time is None:
+            if table is None and request.first_scheduled_time is None and self._attached:
                 self._note(request, num_new_tokens)
             return table
 
+        # Another recorder may stand here already, and another may come in front.
+        self._before, self._recorded = vars(core.manager).get("allocate_slots"), recorded
+        self._attached = True
         core.manager.allocate_slots = recorded
 
     def detach(self):
-        self.manager.__dict__.pop("allocate_slots", None)
+        self._attached = False
+        if vars(self.manager).get("allocate_slots") is self._recorded:
+            del self.manager.allocate_slots
+            if self._before is not None:
+                self.manager.allocate_slots = self._before
 
     def _note(self, request, num_new_tokens):
         if request.request_id in self._refused:

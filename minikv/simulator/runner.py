@@ -91,12 +91,12 @@ class VirtualClock:
 
 class SimulatedRunner:
     """Runs scheduled steps on a virtual clock. Every sampled token is 0: requests end by their
-    length. num_copied_blocks: blocks copied so far."""
+    length. num_copied_blocks: blocks copied so far; seconds_in_copies: of the steps' time."""
 
     def __init__(self, step_time, block_size, clock):
         self.step_time, self.clock = step_time, clock
         self._s_per_block = 2 * block_size * step_time.s_per_kv_token
-        self.num_copied_blocks = 0
+        self.num_copied_blocks, self.seconds_in_copies = 0, 0.0
 
     def run(self, scheduled, copies):
         num_tokens = num_pairs = num_kv_tokens = 0
@@ -117,6 +117,7 @@ class SimulatedRunner:
             num_blocks = sum(copy.num_blocks for copy in copies)
             self.num_copied_blocks += num_blocks
             seconds += num_blocks * self._s_per_block
+            self.seconds_in_copies += num_blocks * self._s_per_block
             copies.clear()
         self.clock.advance(seconds)
         return [0] * len(scheduled)
