@@ -163,7 +163,7 @@ class LLM:
             if manager.tables:
                 raise ValueError("kv_cache_manager already holds block tables of other requests")
             limit = getattr(manager, "max_model_len", None) or self.spec.max_model_len
-            limit = min(limit, manager.num_blocks * manager.block_size)
+            limit = min(limit, manager.max_slots_per_request)
             self.max_model_len = self._fitting_len(max_model_len, limit)
         if _is_factory(scheduler):
             scheduler = _call(

@@ -770,6 +770,8 @@ def test_a_managers_own_sizes_win(tiny):
     assert llm.runner.pools[0].shape == (2, 10, 2, 3, 48)
     contiguous = ContiguousKVCacheManager(12, 4, max_model_len=18)
     assert LLM(tiny, kv_cache_manager=contiguous).max_model_len == 18
+    buddies = ContiguousKVCacheManager(12, 4, max_model_len=48, reserve="grow", fit="buddy")
+    assert LLM(tiny, kv_cache_manager=buddies).max_model_len == 32  # its largest block, not 48
 
 
 def test_a_scheduler_may_be_an_instance_or_a_factory(tiny):

@@ -159,7 +159,8 @@ class KVCacheManager:
 
     def copies(self) -> list[BlockCopy]:
         """Drains the copies to be done before this step's writes. All sources are read as they
-        were before the step, then all destinations are written; no destination appears twice."""
+        were before the step, then all destinations are written; no destination appears twice.
+        What was drained counts as done: whoever drains it sees to it, also where a step fails."""
         return []
 
     def report(self, next_request=None) -> MemoryReport:
