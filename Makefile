@@ -1,7 +1,7 @@
 # Each target only calls `python -m minikv`, so a machine without make has the same commands.
 PYTHON ?= python3
 
-.PHONY: lab test test-long doctor clean
+.PHONY: lab test test-long test-gpu doctor clean
 .NOTPARALLEL:
 
 lab:
@@ -12,6 +12,10 @@ test:
 
 test-long:
 	$(PYTHON) -m minikv test --long $(ARGS)
+
+# On the Python that is found, with what it has: nothing is installed, and no GPU is no failure.
+test-gpu:
+	$(PYTHON) -m minikv test-gpu $(ARGS)
 
 doctor:
 	$(PYTHON) -m minikv doctor

@@ -13,6 +13,7 @@ import sys
 COMMANDS = {
     "lab": ("minikv.bootstrap:lab", "set everything up and open the course in JupyterLab"),
     "test": ("minikv.bootstrap:test", "set everything up and run all tests"),
+    "test-gpu": ("minikv.gpu:main", "test on an NVIDIA GPU; says so where there is none"),
     "doctor": ("minikv.doctor:main", "say whether this machine is ready, and what works on it"),
     "generate": ("minikv.generate:main", "answer a prompt, streaming"),
     "simulate": ("minikv.simulate:main", "serve simulated traffic on a GPU that is not here"),

@@ -36,6 +36,7 @@ FLOORS = {
     "generate": 10,
     "bench": 10,
     "simulate": 11,
+    "gpu": 11,
     "__main__": 12,
 }
 WITHOUT_TORCH = [part for part, floor in FLOORS.items() if floor <= 5 and part != "model"]
