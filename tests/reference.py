@@ -82,4 +82,4 @@ class Comparison:
             f"\n{self.num_sequences} sequences equal, {self.num_stopped} of them up to a near tie"
         )
         assert self.num_sequences > 0
-        assert self.num_stopped <= MOST_STOPS * self.num_sequences
+        assert self.num_stopped <= MOST_STOPS * self.num_sequences, "too many near ties"

@@ -126,7 +126,7 @@ def test_the_checks_in_small(tmp_path):
 
 
 SMALL = SimpleNamespace(
-    device=torch.device("cpu"), backends=["gather"], seeds=1, tokens=4, prompts=(3,),
+    device=torch.device("cpu"), backends=["gather"], seeds=1, tokens=8, prompts=(4,),
     families=("Llama",), block_sizes=(4,), model="tiny",
 )  # fmt: skip
 
