@@ -1,0 +1,1207 @@
+# %% [markdown]
+# # Exercises of chapter 04: paged blocks
+#
+# Six exercises, about 65 minutes. They can be done in any order; 4.2 is the one to keep time for.
+#
+# **How it goes.** Each exercise has a cell to fill in and, below it, a check. Replace the `raise`
+# line by your code, run the cell, run the check. A check that passes prints numbers. One that
+# fails shows the smallest case it found and says what the mistake looks like to it.
+# `python -m minikv check 04` in a terminal checks the whole notebook.
+#
+# Run the cells above exercise 4.1 first, in one go. From then on each exercise stands by itself.
+#
+# **Hints** come in three steps, each folded: a nudge, the rule that decides the matter, an
+# outline of the code. Open as few as you need.
+#
+# **Words.** The pool is cut into *blocks*, numbered from 0. Each has `block_size` *slots*, and a slot
+# holds the keys and values of one token, in all layers. Block `b` has the slots from
+# `b * block_size` on. The *block table* of a request lists its blocks in the order of its tokens; any
+# block may stand anywhere in it.
+#
+# ```text
+# block_size = 4                         block       0      1      2      3
+# the table of A is [2, 0]                        [A4 A5 . .][....][A0 A1 A2 A3][....]
+# A has 6 tokens, A0 to A5               slots     0  1  2 3  4..7  8  9 10 11  12..15
+# ```
+#
+# **Two counters** say where a request stands. `num_tokens` counts its known tokens: the prompt and what
+# has been sampled. `num_computed_tokens` counts those whose keys and values lie in the pool. A step
+# computes `num_new_tokens` more, from position `num_computed_tokens` on. The token that is sampled
+# at a step's end is known, but not computed: the next step computes it, if there is one.
+
+# %% setup
+import copy
+import inspect
+import math
+import random
+import sys
+from collections import Counter, deque
+from itertools import islice
+from typing import NamedTuple
+
+from minikv import (
+    LLM,
+    ContiguousKVCacheManager,
+    KVCacheManager,
+    PagedKVCacheManager,
+    Request,
+    SamplingParams,
+)
+from minikv.kv_cache.base import InvariantBroken, cdiv
+from minikv.model.loader import load
+
+tiny = load("tiny", dtype="float32", device="cpu")  # a random model: instant, its text is noise
+
+# %% [markdown]
+# The cells from here to exercise 4.1 serve the checks. JupyterLab shows them folded, as dots. Run
+# them, too; read them only if you are curious.
+
+# %% ask jupyter={"source_hidden": true}
+class Endless(BaseException):
+    """Not an Exception, so that no `except Exception` inside a loop keeps the loop going."""
+
+
+class Delegated(BaseException):
+    """The package's own paged manager was called."""
+
+
+def bounded(function, *args, most=10_000_000):
+    """function(*args), cut off after so many instructions of code that stands in this notebook, and
+    where it calls the package's managers."""
+    done, tracer = 0, sys.gettrace()
+
+    def count(frame, event, arg):
+        nonlocal done
+        if frame.f_globals is not globals():
+            module = frame.f_globals.get("__name__", "")
+            if module.startswith("minikv.kv_cache.") and module != "minikv.kv_cache.base":
+                raise Delegated
+            return None  # a library's
+        frame.f_trace_opcodes = True  # `while True: pass` has no lines to count
+        done += 1
+        if done > most:
+            raise Endless
+        return count
+
+    sys.settrace(count)
+    try:
+        value = function(*args)
+        return list(islice(value, 1000)) if inspect.isgenerator(value) else value
+    finally:
+        sys.settrace(tracer)
+
+# %% ask-b jupyter={"source_hidden": true}
+ENDLESS = (
+    "{} does not end: after 10 million instructions it was still busy. Is there a loop that never ends, or "
+    "far too much work?"
+)
+DELEGATED = "{} hands the work to the package's own manager. Here it is yours to write."
+
+
+def told(name, error, given):
+    """The message for whatever went wrong inside a learner's function."""
+    if isinstance(error, Endless):
+        return f"{ENDLESS.format(name)}\n{given}"
+    if isinstance(error, Delegated):
+        return f"{DELEGATED.format(name)}\n{given}"
+    return f"{name} ended in {type(error).__name__}: {error}\n{given}"
+
+
+def ask(function, *args):
+    """What the learner's function returns; its arguments must stay as they are."""
+    name, before = function.__name__, copy.deepcopy(args)
+    given = f"Its arguments were {before!r:.300}"
+    try:
+        value = bounded(function, *args)
+    except NotImplementedError:
+        raise  # not yet done
+    except (Exception, Endless, Delegated) as error:
+        raise AssertionError(told(name, error, given)) from (error if isinstance(error, Exception) else None)
+    assert args == before, f"{name} changed what it was given: work on a copy.\nIt got {before!r:.300}"
+    assert value is not None, f"{name} returned None: is its `return` missing?"
+    return value
+
+# %% numbers jupyter={"source_hidden": true}
+def number(value):
+    """`value` as a float; NaN if it is no number."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
+
+
+def list_of_numbers(value, said):
+    """`value`, a sequence of finite numbers, as a list; else raises `said`."""
+    try:
+        found = [number(part) for part in value]
+    except TypeError:
+        found = [math.nan]
+    assert all(map(math.isfinite, found)), f"{said}, not {value!r:.80}"
+    return found
+
+
+def same(one, other):
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return abs(one - other) <= 1e-9 * max(1, abs(one), abs(other))
+
+
+def text(value):
+    if isinstance(value, list):
+        return f"[{', '.join(map(text, value))}]"
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.6g}"
+
+# %% explain jupyter={"source_hidden": true}
+def explain(cases):
+    """Raises unless every case is right; names the slip that gives what all cases gave, if any.
+
+    cases: (what was asked, got, wanted, slips), smallest first. got and wanted: {part: value}.
+    slips: {part: {what to say: wrong value}}.
+    """
+    for part in cases[0][1] if cases else ():
+        wrong = [case for case in cases if not same(case[1][part], case[2][part])]
+        if not wrong:
+            continue
+        asked, got, wanted, _ = wrong[0]
+        seen = f"{asked}\nYour {part}: {text(got[part])}. Counted: {text(wanted[part])}."
+        for slip in wrong[0][3][part]:
+            if all(same(case[1][part], case[3][part][slip]) for case in cases):
+                raise AssertionError(f"{slip.strip()}\n{seen}")
+        raise AssertionError(f"{part} is wrong in {len(wrong)} of {len(cases)} cases. The smallest of them:\n{seen}")
+
+
+def examine(function, inputs, judge):
+    """Asks for every input, then explains. judge(value, *input): a case, or AssertionError. What ends
+    in an error is told only if the answers before it show no known slip."""
+    cases, failure = [], None
+    for args in inputs:
+        try:
+            cases.append(judge(ask(function, *args), *args))
+        except AssertionError as error:
+            failure = error
+            break
+    explain(cases)
+    if failure:
+        raise failure
+
+# %% slots-4-1 jupyter={"source_hidden": true}
+def case_4_1(value, table, block_size, computed, new, width):
+    """One row of a step: what was asked, got, wanted, and the usual slips."""
+    B, padding, end = block_size, [-1] * (width - new), [*table, *[table[-1]] * 9]  # beyond the table: as its last
+    asked = f"block_table = {table}, block_size = {B}, num_computed_tokens = {computed}, num_new_tokens = {new}, width = {width}"
+    got = list_of_numbers(value, f"slot_mapping must return a list of {width} slots")
+    here = range(computed, computed + new)
+
+    def read(positions, table=end):
+        return [table[p // B] * B + p % B for p in positions]
+
+    pad = "A place of padding holds no token, so it has no slot: -1, or it overwrites what lies there."
+    order = "Blocks need not be neighbours, nor in order: "
+    return asked, {"slots": got}, {"slots": read(here) + padding}, {"slots": {
+        "The chunk begins at position num_computed_tokens; what lies before it is in the pool already.": read(range(new)) + padding,
+        order + "each position is looked up in its own block, not counted on from the table's first.": [table[0] * B + p for p in here] + padding,
+        order + "the table stands in the order of the tokens, and sorting it mixes them up.": read(here, sorted(table)) + padding,
+        "Those are positions. Where a position lies in the pool, only the table knows.": [*here, *padding],
+        "A block id counts blocks, and a slot counts tokens: block b begins at slot b * block_size.": [end[p // B] + p % B for p in here] + padding,
+        "Positions count from 0: with n computed tokens the next position is n, not n + 1.": read(range(computed + 1, computed + new + 1)) + padding,
+        "The place inside a block follows from the position, not from the place in the chunk.": [end[p // B] * B + i % B for i, p in enumerate(here)] + padding,
+        pad: read(range(computed, computed + width)), pad + " ": read(here) + [0] * len(padding), pad + "  ": read(here) + [read(here)[-1]] * len(padding),
+        "One slot or -1 for each of the row's places was asked for: the padding is missing.": read(here),
+        "The padding stands behind the tokens here, not before them.": padding + read(here),
+    }}  # fmt: skip
+
+# %% slots-4-1-b jupyter={"source_hidden": true}
+def inputs_4_1():
+    """(table, block_size, num_computed_tokens, num_new_tokens, width), small ones first."""
+    yield from [([2], 4, 0, 1, 1), ([1], 4, 1, 2, 2), ([1], 4, 0, 1, 3), ([3, 1], 2, 2, 1, 2), ([2, 0], 4, 3, 3, 5)]
+    rng = random.Random(41)
+    for block_size in (1, 2, 3, 4, 8, 16):
+        for _ in range(6):
+            num_blocks = rng.randint(1, 5)
+            table = rng.sample(range(12), num_blocks)
+            known = rng.randint((num_blocks - 1) * block_size + 1, num_blocks * block_size)
+            new = rng.choice([1, known, rng.randint(1, known)])  # a decode step, a whole prompt, a chunk
+            yield table, block_size, known - new, new, new + rng.choice([0, 0, 1, 4])
+
+# %% watch-4-2 jupyter={"source_hidden": true}
+def judge_tables(manager, request, num_new_tokens, before, got):
+    """After allocate_slots. before: all tables as they were."""
+    name, B, old = request.request_id, manager.block_size, before.get(request.request_id, [])
+    num_tokens = request.num_computed_tokens + num_new_tokens
+    more = max(len(old), cdiv(num_tokens, B)) - len(old)
+    now = {name: list(table) for name, table in manager.tables.items()}
+    in_use = {block: owner for owner, table in before.items() for block in table}
+    free = manager.num_blocks - len(in_use)
+    if got is None:
+        assert now == before, (
+            f"A refusal must change nothing, but {name}, refused, has the table {now.get(name)}; before: {old or 'none'}."
+        )
+        assert more > free, refused(manager, request, more, free)
+        manager.watch_refused += 1
+        return
+    table = list_of_block_ids(got)
+    given = f"{name} has {request.num_computed_tokens} computed tokens, computes {num_new_tokens} more, and got the table {table}."
+    assert now.pop(name, None) == table, f"{given} In self.tables stands {manager.tables.get(name)}: call set_table."
+    before.pop(name, None)
+    assert now == before, f"{given} Another request's table was changed: {now}; before: {before}."
+    judge_length(manager, request, num_new_tokens, old, table, given)
+    assert table[: len(old)] == old, f"{given} Its tokens lie in {old}: those blocks must stay where they are in the table."
+    for block in table[len(old) :]:
+        assert 0 <= block < manager.num_blocks, f"{given} There is no block {block}: the pool has 0 to {manager.num_blocks - 1}."
+        assert table.count(block) == 1, f"{given} Block {block} stands in it twice."
+        assert block not in in_use, f"{given} Block {block} is held by {in_use.get(block)}. Was it taken, or given back, twice?"
+
+# %% watch-4-2-b jupyter={"source_hidden": true}
+def refused(manager, request, more, free):
+    """Why a refusal was wrong: by what happened before it."""
+    said = f"{request.request_id} needs {more} more blocks and was refused, but {free} are held by nobody."
+    if more == free:
+        return f"{said} The last free block can be taken as well."
+    if cdiv(request.max_kv_tokens, manager.block_size) > free:
+        return f"{said} Room for this step's tokens is all that is asked for; what comes later may find room later."
+    if manager.watch_refused:
+        return f"{said} An earlier refusal kept some of them? A refusal must change nothing."
+    if manager.watch_freed:
+        return f"{said} Freed blocks have to be given out again."
+    return f"{said} Any free blocks will do; they need not be neighbours."
+
+
+def list_of_block_ids(value):
+    try:
+        return [block.__index__() for block in value]
+    except (TypeError, AttributeError):
+        raise AssertionError(f"allocate_slots must return a table, a list of block ids, not {value!r:.80}") from None
+
+
+def judge_length(manager, request, new, old, table, given):
+    B, computed = manager.block_size, request.num_computed_tokens
+    need = max(len(old), cdiv(computed + new, B))
+    sooner = "so this block is taken too early: a block is needed when a token about to be computed lies beyond the last one"
+    lengths = {
+        len(old) + cdiv(new, B): "The last block that it holds has room left, which comes first.",
+        cdiv(computed + new + 1, B): "The token sampled at the end of this step needs no slot now: the next step computes it.",
+        cdiv(request.max_kv_tokens, B): "Blocks for tokens that may come later are a reservation, as in chapter 02.",
+        cdiv(request.num_tokens, B): "num_tokens counts tokens that this step does not compute.",
+        len(old) + new: "Those are as many blocks as tokens; a block has room for several.",
+        len(old) + (request.num_tokens % B == 0): "num_tokens % block_size == 0 is the wrong moment.",
+        (computed + new) // B: "A last block that is partly full is a block all the same.",
+    }
+    if len(table) == need:
+        return
+    why = f"{computed + new} tokens need {need} blocks of {B}"
+    what = f"{why}: a token about to be computed has no slot." if len(table) < need else f"{why}, {sooner}."
+    raise AssertionError(f"{lengths.get(len(table), 'Another number of blocks was asked for.')}\n{given} {what}")
+
+
+
+def judge_free(manager, request, before):
+    """After free. before: all tables as they were."""
+    name = request.request_id
+    assert name not in manager.tables, f"{name} was freed, but its table is still in self.tables: drop_table."
+    before.pop(name, None)
+    now = {name: list(table) for name, table in manager.tables.items()}
+    assert now == before, f"free({name}) changed another request's table: {now}; before: {before}."
+
+# %% watch-4-2-c jupyter={"source_hidden": true}
+def watched(kind):
+    """`kind`, a learner's manager, with every call judged."""
+    assert isinstance(kind, type) and issubclass(kind, KVCacheManager), "MyManager must inherit from KVCacheManager."
+
+    class Watched(kind):
+        def __init__(self, num_blocks, block_size):
+            self.watch_log, self.watch_refused, self.watch_freed = [], 0, 0
+            self.watch("__init__", super().__init__, lambda value, before: None, num_blocks, block_size)
+
+        def watch(self, name, function, judge, *args):
+            before = {name: list(table) for name, table in getattr(self, "tables", {}).items()}
+            given = f"Calls: {'; '.join(self.watch_log[-8:]) or 'none yet'}\nTables before the last: {before}"
+            try:
+                value = bounded(function, *args)
+                judge(value, before)
+            except NotImplementedError:
+                raise  # not yet done
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{given}") from None
+            except (Exception, Endless, Delegated) as error:
+                raise AssertionError(told(name, error, given)) from None
+            return value
+
+        def allocate_slots(self, request, num_new_tokens):
+            self.watch_log.append(f"allocate_slots({request.request_id}, {num_new_tokens})")
+            judge = lambda got, before: judge_tables(self, request, num_new_tokens, before, got)  # noqa: E731
+            return self.watch("allocate_slots", super().allocate_slots, judge, request, num_new_tokens)
+
+        def free(self, request):
+            self.watch_log.append(f"free({request.request_id})")
+            self.watch("free", super().free, lambda got, before: judge_free(self, request, before), request)
+            self.watch_freed += 1
+
+    return Watched
+
+# %% play-4-2 jupyter={"source_hidden": true}
+def play(kind, num_blocks, block_size, moves, max_tokens=4):
+    """A new manager after some moves: ("A", 5) comes with a prompt of 5 tokens, or computes so many
+    more; ("A", 3, 5) computes 3 of its prompt's 5; "A" leaves. check() after each."""
+    manager, requests = kind(num_blocks, block_size), {}
+    for move in moves:
+        if isinstance(move, str):
+            manager.free(requests.pop(move, None) or Request(move, num_prompt_tokens=1))
+        else:
+            name, new, prompt = (*move, move[1])[:3]
+            request = requests.setdefault(name, Request(name, num_prompt_tokens=prompt, max_tokens=max_tokens))
+            if manager.allocate_slots(request, new) is not None:
+                request.num_computed_tokens += new
+                if request.num_computed_tokens == request.num_tokens:
+                    request.append(0)  # sampled, not computed
+        manager.check()
+    return manager
+
+# %% play-4-2-b jupyter={"source_hidden": true}
+def random_moves(rng, count, most):
+    """Requests come with whole prompts or chunks of them, grow, and leave."""
+    moves, running = [], []
+    for i in range(count):
+        name, prompt = f"R{i}", rng.randint(1, most)
+        moves.append((name, rng.choice([prompt, rng.randint(1, prompt)]), prompt))
+        running.append(name)
+        moves += [(rng.choice(running), 1) for _ in range(rng.randint(0, 4))]
+        while running and rng.random() < 0.45:
+            moves.append(running.pop(rng.randrange(len(running))))
+    return moves
+
+
+def slabs():
+    """Chapter 02's manager, with room enough: a slab for each request, its tokens side by side."""
+    return ContiguousKVCacheManager(1024, 1, max_model_len=64)
+
+
+def run_engine(manager, lengths):
+    """The real engine. lengths: (prompt, output) tokens. Output tokens of each, and preemptions."""
+    llm = LLM(tiny, kv_cache_manager=manager, max_num_seqs=8, max_num_batched_tokens=16, check_every_step=True)
+    prompts = [[65 + i + k for k in range(prompt)] for i, (prompt, _) in enumerate(lengths)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in lengths]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs], sum(o.metrics[0].num_preemptions for o in outputs)
+
+# %% slips-4-3 jupyter={"source_hidden": true}
+def case_4_3(value, batch, block_size, num_layers, layer_bytes):
+    """One batch: what was asked, got, wanted, and the usual slips."""
+    B, part = block_size, ("num_blocks", "unused_slots", "unused_bytes")
+    asked = f"batch = {batch}, block_size = {B}, num_layers = {num_layers}, bytes_per_token_and_layer = {layer_bytes}"
+    said = f"held_after_generation must return 3 numbers, ({', '.join(part)})"
+    got = list_of_numbers(value, said)
+    assert len(got) == 3, f"{said}, not {value!r:.80}"
+    written = [prompt + output - 1 for prompt, output in batch]
+
+    def counted(tokens):
+        return sum(cdiv(n, B) for n in tokens)
+
+    held, live = counted(written), sum(written)
+    unused, last = held * B - live, "The last token sampled is never computed, so it holds no slot."
+    none = "Paging does not remove all waste: the rest of each request's last block stays unused."
+    half = "Half a block for each request is what it comes to on average; here it was to be counted."
+    layers = "There is one table for all layers: a block has room for a token's keys and values in each of them."
+    return asked, dict(zip(part, got, strict=True)), dict(zip(part, (held, unused, unused * num_layers * layer_bytes), strict=True)), {
+        "num_blocks": {last: counted(n + 1 for n in written), layers: held * num_layers,
+                       "What was generated was computed as well, but for the last token.": counted(p for p, _ in batch),
+                       "A last block that is partly full is held all the same.": sum(n // B for n in written),
+                       "No two of these requests share a block: each has a last block of its own.": cdiv(live, B),
+                       "Those are slots in use; blocks were asked for.": live, "Those are slots; blocks were asked for.": held * B},
+        "unused_slots": {last: unused - len(batch), none: 0, half: len(batch) * B / 2, half + " ": len(batch) * (B - 1) / 2,
+                         "A block that is exactly full leaves no slot unused.": sum(B - n % B for n in written),
+                         layers: unused * num_layers, "Those are the slots in use.": live, "Those are all slots held.": held * B},
+        "unused_bytes": {none: 0, "A slot holds a token's keys and values in every layer, not in one.": unused * layer_bytes,
+                         "The bytes of K and V together are given: nothing is to be doubled.": 2 * unused * num_layers * layer_bytes,
+                         "Those are the bytes in use.": live * num_layers * layer_bytes},
+    }  # fmt: skip
+
+
+def inputs_4_3():
+    """(batch, block_size, num_layers, bytes), small ones first: single requests, then batches."""
+    singles = [([(3, 2)], 4), ([(4, 1)], 4), ([(4, 2)], 4), ([(1, 1)], 1), ([(2, 5)], 4)]
+    pairs = [([(3, 2), (5, 3)], 4), ([(1, 1), (2, 1), (5, 9)], 2)]
+    yield from ((batch, B, 3, 100) for batch, B in singles + pairs)
+    rng = random.Random(43)
+    for B in (1, 8, 16, 32):
+        yield [(rng.randint(1, 200), rng.randint(1, 80)) for _ in range(rng.randint(2, 7))], B, rng.choice([2, 24, 30]), 768
+
+# %% replay-4-4 jupyter={"source_hidden": true}
+def replay(rule, prompt, block_size, num_steps):
+    """A request alone: (step, computed before it, num_tokens, blocks held, blocks needed) per step."""
+    held = computed = 0
+    num_tokens, rows = prompt, []
+    for step in range(1, num_steps + 1):
+        new = num_tokens - computed
+        held += rule(computed, new, num_tokens, held, block_size)
+        rows.append((step, computed, num_tokens, held, cdiv(computed + new, block_size)))
+        computed, num_tokens = computed + new, num_tokens + 1
+    return rows
+
+
+def drawn(rows):
+    lines = [f"{step:>4} {num_tokens:>10} {num_tokens - computed:>14} {held:>11} {need:>13}" for step, computed, num_tokens, held, need in rows]
+    return "\n".join(["step num_tokens num_new_tokens blocks held blocks needed", *lines])
+
+# %% replay-4-4-b jupyter={"source_hidden": true}
+def judge_failing(name, value, kind):
+    """Whether `value`, (block_size, prompt tokens, step), is the smallest failure of this kind."""
+    said = f"{name} must be three whole numbers from 1 to 1,000, (block_size, num_prompt_tokens, step)"
+    found = list_of_numbers(value, said)
+    assert len(found) == 3 and all(n == int(n) and 0 < n <= 1000 for n in found), f"{said}, not {value!r:.80}"
+    B, prompt, step = map(int, found)
+    few, many = ([row[0] for row in replay(suspect_rule, prompt, B, 3 * B + 3) if sign * (row[3] - row[4]) > 0] for sign in (-1, 1))
+    steps, others = (few, many) if kind == "too few" else (many, few)
+    rows = f"Replayed, {name}: block_size {B}, a prompt of {prompt} tokens\n{drawn(replay(suspect_rule, prompt, B, min(max(step, 3), 8)))}"
+    if not steps:
+        what = "With blocks of one token the rule is right: n % 1 is 0 for every n." if B == 1 else f"There no step has {kind} blocks."
+        if others:
+            what = f"There the rule is wrong, but the other way round: no step has {kind} blocks."
+        raise AssertionError(f"{what}\n{rows}")
+    assert step not in (1, steps[0] - 1), f"Step 1 computes the whole prompt, step 2 the first sampled token. Which is the first to fail?\n{rows}"
+    assert step == steps[0], f"The first step to have {kind} blocks there is another.\n{rows}"
+    assert (B, prompt) == min(smallest(kind)), f"The rule does fail there. Is there a smaller case? Smaller block size first, then prompt.\n{rows}"
+
+
+def smallest(kind):
+    """All (block_size, prompt) up to 4 by 8 at which the suspect fails so."""
+    sign = -1 if kind == "too few" else 1
+    return [(B, prompt) for B in range(1, 5) for prompt in range(1, 9)
+            if any(sign * (row[3] - row[4]) > 0 for row in replay(suspect_rule, prompt, B, 12))]  # fmt: skip
+
+# %% cases-4-4 jupyter={"source_hidden": true}
+def case_4_4(value, computed, new, num_tokens, held, block_size):
+    """One step: what was asked, got, wanted, and the usual slips."""
+    B, after = block_size, computed + new
+    asked = f"num_computed_tokens = {computed}, num_new_tokens = {new}, num_tokens = {num_tokens}, num_held_blocks = {held}, block_size = {B}"
+    got = number(value)
+    assert got == got and got == round(got), f"mended_rule must return a number of blocks, not {value!r:.80}"
+    one = "One block at most, in a step that may compute many tokens: a chunk of a prompt can need several."
+    slips = {
+        "num_tokens % block_size == 0 is the rule as it was found.": cdiv(new, B) if held == 0 else int(num_tokens % B == 0),
+        "The test is one token late at one place and fails at another: with num_tokens % block_size == 1, blocks of one token never come.":
+            cdiv(new, B) if held == 0 else int(num_tokens % B == 1),
+        one: cdiv(new, B) if held == 0 else int(computed % B == 0), one + " ": int(after > held * B), one + "  ": int(computed % B == 0),
+        "num_tokens counts the whole prompt, also what this step does not compute.": cdiv(num_tokens, B) - held,
+        "The token sampled at the end of this step needs no slot now: the next step computes it.": cdiv(after + 1, B) - held,
+        "So many blocks are needed in all; those held already are not taken again.": cdiv(after, B),
+        "The last block held may have room: new tokens go there first.": cdiv(new, B),
+        "A last block that is partly full is a block all the same.": after // B - held,
+        "A last block that is partly full is a block all the same. ": max(0, after // B - held),
+    }  # fmt: skip
+    return asked, {"number of new blocks": got}, {"number of new blocks": cdiv(after, B) - held}, {"number of new blocks": slips}
+
+
+def inputs_4_4():
+    """Steps of requests alone, in chunks and whole, small block sizes first."""
+    for B, prompt, chunk in [(4, 4, 4), (1, 1, 1), (2, 2, 2), (2, 1, 1), (4, 5, 5), (4, 12, 12), (4, 13, 3), (4, 13, 9), (1, 5, 2), (16, 40, 25)]:
+        computed = held = 0
+        num_tokens = prompt
+        for _ in range(2 * B + 3):
+            new = min(chunk, num_tokens - computed)
+            yield computed, new, num_tokens, held, B
+            computed += new
+            held = cdiv(computed, B)
+            num_tokens += computed == num_tokens
+
+# %% books-4-5 jupyter={"source_hidden": true}
+class Keeper:
+    """A right manager on plain data: blocks are shared, and kept for reuse when they are freed."""
+
+    def __init__(self, num_blocks, block_size, rng):
+        self.num_blocks, self.block_size, self.rng = num_blocks, block_size, rng
+        self.tables, self.num_computed_tokens = {}, {}
+        self.ref_cnt, self.cached_free = [0] * num_blocks, []
+        self.free = rng.sample(range(num_blocks), num_blocks)
+
+    def take(self):
+        block = (self.free or self.cached_free).pop(0)
+        self.ref_cnt[block] = 1
+        return block
+
+    def share(self, block):
+        self.ref_cnt[block] += 1
+        return block
+
+    def let_go(self, block):
+        self.ref_cnt[block] -= 1
+        if self.ref_cnt[block] == 0:
+            self.rng.choice([self.free, self.cached_free]).append(block)
+
+    def need(self, num_tokens):
+        return cdiv(num_tokens, self.block_size)
+
+    def start(self, name, num_tokens, parent=None):
+        full = self.num_computed_tokens.get(parent, 0) // self.block_size
+        hit = self.tables.get(parent, [])[: min(full, (num_tokens - 1) // self.block_size)]
+        self.tables[name], self.num_computed_tokens[name] = [self.share(block) for block in hit], 0
+        self.grow(name, num_tokens)
+
+    def grow(self, name, num_tokens):
+        self.num_computed_tokens[name] += num_tokens
+        while len(self.tables[name]) < self.need(self.num_computed_tokens[name]):
+            self.tables[name].append(self.take())
+
+    def leave(self, name):
+        del self.num_computed_tokens[name]
+        for block in reversed(self.tables.pop(name)):
+            self.let_go(block)
+
+    def books(self):
+        parts = self.tables, self.num_computed_tokens, self.ref_cnt, self.free, self.cached_free
+        return Books(self.num_blocks, self.block_size, *copy.deepcopy(parts))
+
+# %% broken-4-5 jupyter={"source_hidden": true}
+def put(books, block, place):
+    """books with one block more in `free` or `cached_free`."""
+    return books._replace(**{place: [*getattr(books, place), block]})
+
+
+def broken_books():
+    """(what the manager does wrong, the smallest books that show it). Each breaks one rule."""
+    n, B = 5, 2
+    alone = Books(n, B, {"A": [3, 1]}, {"A": 3}, [0, 1, 0, 1, 0], [4, 0], [2])
+    pair = Books(n, B, {"A": [3, 1], "B": [3, 0]}, {"A": 3, "B": 4}, [1, 1, 0, 2, 0], [4], [2])
+    yield "gives no block when num_tokens reaches a boundary, so that a computed token has no slot", alone._replace(num_computed_tokens={"A": 5})
+    yield "loses the tail of a table on free: the block is in no table and in no list", alone._replace(free=[4])
+    yield "drops a cached block instead of keeping it in a list", alone._replace(cached_free=[])
+    yield "gives a block back twice: it stands in `free` twice", put(alone, 4, "free")
+    yield "gives a block back to both lists: to `free` and to `cached_free`", put(alone, 2, "free")
+    yield "loses one block and lists another twice, so that the counts add up", alone._replace(free=[4, 4])
+    yield "frees a shared block with its first holder: B still reads it", put(
+        pair._replace(tables={"B": [3, 0]}, num_computed_tokens={"B": 4}, ref_cnt=[1, 0, 0, 1, 0]), 3, "free")._replace(cached_free=[2, 1])  # fmt: skip
+    yield "hands out a cached block and leaves it in `cached_free`", put(alone, 1, "cached_free")
+    yield "does not count a second holder: ref_cnt is too low", pair._replace(ref_cnt=[1, 1, 0, 1, 0])
+    yield "does not count a holder down when it leaves: ref_cnt is too high", alone._replace(ref_cnt=[0, 1, 0, 2, 0])
+    yield "frees a block and forgets to set its ref_cnt to 0", alone._replace(ref_cnt=[0, 1, 0, 1, 1])
+    yield "gives the same block to a request twice", alone._replace(tables={"A": [3, 3]}, ref_cnt=[0, 0, 0, 2, 0], free=[4, 0, 1])
+    for block in (n, -1):
+        yield f"gives out a block that the pool does not have, {block}", alone._replace(tables={"A": [3, 1, block]})
+
+
+def right_books():
+    """(what is right about it though it may look wrong, books)."""
+    yield "an empty pool", Books(3, 2, {}, {}, [0, 0, 0], [0, 1, 2], [])
+    yield "one request", Books(3, 2, {"A": [0, 1]}, {"A": 3}, [1, 1, 0], [2], [])
+    yield "a last block that is exactly full: the token just sampled needs no slot yet", Books(3, 2, {"A": [0, 1]}, {"A": 4}, [1, 1, 0], [2], [])
+    yield "blocks that are no neighbours and not in order", Books(4, 2, {"A": [3, 0, 2]}, {"A": 5}, [1, 0, 1, 1], [1], [])
+    yield "a free list that is not in order", Books(4, 2, {"A": [0]}, {"A": 1}, [1, 0, 0, 0], [3, 1, 2], [])
+    yield "two tables that share a block, whose ref_cnt is 2", Books(4, 2, {"A": [0, 1], "B": [0, 2]}, {"A": 3, "B": 4}, [2, 1, 1, 0], [3], [])
+    yield "freed is not erased: a block that nobody holds, kept in `cached_free` for reuse", Books(4, 2, {"A": [1]}, {"A": 2}, [0, 1, 0, 0], [3, 2], [0])
+    yield "a pool without a free block", Books(2, 1, {"A": [1], "B": [0]}, {"A": 1, "B": 1}, [1, 1], [], [])
+    yield "a request admitted, nothing computed yet", Books(2, 2, {"A": [1]}, {"A": 0}, [0, 1], [0], [])
+
+# %% traffic-4-5 jupyter={"source_hidden": true}
+def faulty(**methods):
+    return type("Faulty", (Keeper,), methods)
+
+
+def freed_shared(self, block):
+    self.ref_cnt[block] = max(0, self.ref_cnt[block] - 1)
+    self.free.append(block)
+
+
+def lost_tail(self, name):
+    self.ref_cnt[self.tables[name].pop()] -= 1
+    Keeper.leave(self, name)
+
+
+def freed_twice(self, block):
+    Keeper.let_go(self, block)
+    self.free += [block] * (self.ref_cnt[block] == 0)
+
+
+BROKEN = {
+    "never counts a second holder": faulty(share=lambda self, block: block),
+    "frees a shared block with its first holder": faulty(let_go=freed_shared),
+    "loses the tail of a table on free": faulty(leave=lost_tail),
+    "gives a block back twice": faulty(let_go=freed_twice),
+    "rounds down, so that a computed token has no slot": faulty(need=lambda self, n: n // self.block_size),
+}
+
+# %% traffic-4-5-b jupyter={"source_hidden": true}
+def sound(books):
+    named = Counter(block for table in books.tables.values() for block in table)
+    places = Counter([*named, *books.free, *books.cached_free])
+    enough = all(len(books.tables[name]) * books.block_size >= n for name, n in books.num_computed_tokens.items())
+    single = all(len(set(table)) == len(table) for table in books.tables.values())
+    return enough and single and places == Counter(range(books.num_blocks)) and [named[i] for i in range(books.num_blocks)] == books.ref_cnt
+
+
+def traffic(kind, rng, num_blocks, block_size, count):
+    """The books after each move of some random traffic, up to the first that are not sound."""
+    keeper = kind(num_blocks, block_size, rng)
+    for i in range(count):
+        names, new = list(keeper.tables), rng.randint(1, 3 * block_size)
+        move = rng.choice(["start", "start", "grow", "leave"]) if names else "start"
+        if move == "leave":
+            keeper.leave(rng.choice(names))
+        elif len(keeper.free) + len(keeper.cached_free) <= cdiv(new, block_size):
+            continue
+        elif move == "grow":
+            keeper.grow(rng.choice(names), new)
+        else:
+            keeper.start(f"R{i}", new + block_size, rng.choice([None, *names]))
+        yield keeper.books()
+        if not sound(keeper.books()):
+            return
+
+# %% verdict-4-5 jupyter={"source_hidden": true}
+def objection(books):
+    """What the learner's checker has against the books; None if it has nothing."""
+    before, shown = copy.deepcopy(books), f"The books: {books}"
+    try:
+        value = bounded(check_books, books)
+    except InvariantBroken as error:
+        assert str(error).strip(), f"InvariantBroken needs a message: which block or request, and what is wrong?\n{shown}"
+        return str(error)
+    except NotImplementedError:
+        raise  # not yet done
+    except IndexError as error:
+        raise AssertionError(told("check_books", error, f"Does a table name a block that the pool does not have?\n{shown}")) from error
+    except (Exception, Endless, Delegated) as error:
+        raise AssertionError(told("check_books", error, shown)) from (error if isinstance(error, Exception) else None)
+    assert value is None, f"check_books must raise InvariantBroken, or return nothing; it returned {value!r:.80}."
+    assert books == before, f"check_books changed the books: work on a copy.\nThey were {before}"
+    return None
+
+
+def judge_checker():
+    """Right books pass, broken ones don't; the small ones first. How many of each there were."""
+    for what, books in right_books():
+        said = objection(books)
+        assert said is None, f"False alarm. These books are right ({what}), but check_books says: {said}\nThe books: {books}"
+    for what, books in broken_books():
+        assert objection(books), f"Missed. The manager {what}. check_books finds nothing wrong.\nThe books: {books}"
+    counts, rng = Counter(), random.Random(45)
+    for num_blocks, block_size in ((6, 1), (9, 2), (12, 4), (30, 4)):
+        for books in traffic(Keeper, rng, num_blocks, block_size, 40):
+            said = objection(books)
+            assert said is None, f"False alarm in right traffic: {said}\nThe books: {books}"
+            counts["right"] += 1
+        for what, kind in BROKEN.items():
+            for _ in range(8):
+                *_, books = traffic(kind, rng, num_blocks, block_size, 60)
+                if not sound(books):
+                    assert objection(books), f"Missed. The manager {what}. check_books finds nothing wrong.\nThe books: {books}"
+                    counts[what] += 1
+    return counts
+
+# %% [markdown]
+# ## Exercise 4.1: slot mapping
+#
+# *8 minutes, easy.*
+#
+# **Where does each token of a step lie in the pool?**
+#
+# A step computes `num_new_tokens` tokens of a request, from position `num_computed_tokens` on; positions
+# count from 0. Return the slot of each, in order. The request is a row of a batch that is `width` places
+# wide. The places behind its tokens are padding: they hold no token, so they get `-1`, which says "write
+# nothing". The list has `width` entries.
+#
+# ```text
+# block_table = [7, 2, 5], block_size = 4, num_computed_tokens = 6, num_new_tokens = 4, width = 6
+#
+# position            6    7    8    9    .    .
+# place in the table  1    1    2    2              position // block_size
+# block               2    2    5    5              what the table has there
+# place in the block  2    3    0    1              position % block_size
+# slot               10   11   20   21   -1   -1
+# ```
+#
+# <details><summary>Hint 1: a nudge</summary>
+# Follow position 8 through the picture with a finger. What would change if the table were [7, 2, 0]?
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# The table turns a place in the sequence of blocks into a block of the pool. Nothing else moves: the
+# place within the block is the same before and after.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# for each position from num_computed_tokens on, num_new_tokens of them:
+#     block <- block_table[position // block_size]
+#     slot  <- the block's first slot + position % block_size
+# then -1 until there are width entries
+# ```
+# </details>
+
+# %% ex-4-1
+def slot_mapping(block_table, block_size, num_computed_tokens, num_new_tokens, width):
+    """A list of width slots: one for each of the step's tokens, then -1 for the padding."""
+    ### BEGIN SOLUTION
+    slots = []
+    for position in range(num_computed_tokens, num_computed_tokens + num_new_tokens):
+        block = block_table[position // block_size]
+        slots.append(block * block_size + position % block_size)
+    return slots + [-1] * (width - num_new_tokens)
+    ### END SOLUTION
+
+# %% check-4-1
+inputs = list(inputs_4_1())
+examine(slot_mapping, inputs, case_4_1)
+print(f"{len(inputs)} rows right: {sum(new == 1 for *_, new, _ in inputs)} of one token, {sum(width > new for *_, new, width in inputs)} with padding")
+for table in ([7, 2, 5], [7, 2, 0]):
+    print(f"the table {table}: slots {[int(slot) for slot in slot_mapping(table, 4, 6, 4, 6)]}")
+
+# %% [markdown]
+# Another block for the same tokens is another number in the table, and nothing else. That is why a
+# block may be any block.
+
+# %% [markdown]
+# ## Exercise 4.2: a paged manager in the engine
+#
+# *15 minutes, hard.*
+#
+# **Write a KV-cache manager that gives a request blocks as it grows, and takes them back.** It then
+# serves a real model.
+#
+# What you inherit from `KVCacheManager`, and may use:
+#
+# | | |
+# |---|---|
+# | `self.tables` | request_id → block table, for every request that holds one |
+# | `self.set_table(request, block_ids)` | notes the table of a request, and returns it |
+# | `self.drop_table(request)` | forgets the table and returns it; an empty one if there was none |
+# | `self.num_blocks`, `self.block_size` | blocks in the pool; tokens in a block |
+# | `request.request_id`, `request.num_computed_tokens` | its name; its tokens whose keys and values lie in the pool |
+# | `cdiv(a, b)` | a / b, rounded up |
+#
+# - `allocate_slots(request, num_new_tokens)` is called before every step that the request is in. The
+#   step computes `num_new_tokens` tokens beyond `num_computed_tokens`: a whole prompt, a chunk of one, or
+#   one token. Each of them needs a slot. Take as many blocks as that needs, no more, add them at the
+#   table's end, and return the table. If there are too few free blocks, return `None` ("not now") and
+#   change nothing.
+# - `free(request)` takes all its blocks back. A request that holds nothing may be freed as well; then
+#   nothing happens.
+# - Any free block will do. `__init__` lists the free ones; keep them otherwise if you like.
+#
+# ```text
+# block_size = 4          num_computed_tokens   num_new_tokens   slots needed   table
+# A, a prompt of 3                          0                3              3   [0]
+# A, its first token                        3                1              4   [0]        the block is full now
+# B, a prompt of 5                          0                5              5   [1, 2]
+# A, its second token                       4                1              5   [0, 3]     not neighbours
+# ```
+#
+# <details><summary>Hint 1: a nudge</summary>
+# How many tokens of the request have keys and values after this step? Is the token that the step
+# samples one of them?
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# After the step, num_computed_tokens + num_new_tokens tokens lie in the pool. Blocks that the request
+# holds stay where they are in its table. First find out whether enough are free, then take.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# allocate_slots:  table <- what the request holds, or an empty list
+#                  more <- blocks for (computed + new) tokens, rounded up, less those in the table
+#                  more than are free?  return None
+#                  take so many from the free blocks; set the table with them at its end; return it
+#
+# free:            table <- drop_table;  put its blocks among the free ones
+# ```
+# </details>
+
+# %% ex-4-2
+class MyManager(KVCacheManager):
+    """Blocks are taken when tokens about to be computed need them, and given back at the end."""
+
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.free_block_ids = deque(range(num_blocks))
+
+    def allocate_slots(self, request, num_new_tokens):
+        ### BEGIN SOLUTION
+        table = self.tables.get(request.request_id, [])
+        # Tokens counted: those in the pool after this step. The one it samples is not.
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = cdiv(num_tokens, self.block_size) - len(table)
+        if more > len(self.free_block_ids):
+            return None
+        return self.set_table(request, table + [self.free_block_ids.popleft() for _ in range(more)])
+        ### END SOLUTION
+
+    def free(self, request):
+        ### BEGIN SOLUTION
+        self.free_block_ids.extend(self.drop_table(request))
+        ### END SOLUTION
+
+# %% check-4-2
+managed, rng = watched(MyManager), random.Random(42)
+for B in (4, 2, 1):
+    for prompt in sorted({max(1, B - 1), B, B + 1}):
+        manager = play(managed, 8, B, [("A", prompt), *[("A", 1)] * (B + 2)], max_tokens=8)
+        print(f"blocks of {B}: a prompt of {prompt} and {B + 2} tokens more are computed: {len(manager.tables['A'])} blocks")
+play(managed, 8, 2, [("A", 3, 7), ("A", 4), ("B", 2), ("A", 1), ("B", 1), ("A", 1), ("A", 1), ("B", 1), ("B", 1)])
+play(managed, 4, 2, [("A", 7), ("A", 1)])  # all of the pool
+play(managed, 4, 2, [("A", 3), ("B", 3), "A", "Z", ("C", 4), "C", "B", ("D", 4), "D", ("E", 8)])
+play(managed, 4, 2, [("A", 4), ("B", 6), ("B", 3), ("C", 5), "A", ("D", 8)])
+for _ in range(2):
+    play(managed, 4, 2, [("A", 4), ("B", 5), ("B", 6), ("A", 1), ("B", 2), "A", ("D", 9), ("D", 5), "B", "D", ("E", 8)])
+for B, num_blocks in ((1, 8), (2, 8), (4, 12), (16, 20)):
+    logs = [play(managed, num_blocks, B, random_moves(rng, 9, B * num_blocks // 2), max_tokens=B * num_blocks) for _ in range(5)]
+    print(f"{num_blocks:2} blocks of {B:2}: {sum(len(m.watch_log) for m in logs):3} calls, {sum(m.watch_refused for m in logs):2} of them refused")
+
+# %% check-4-2-b
+lengths = [(3, 9), (4, 9), (5, 9), (15, 6), (16, 6), (17, 6), (1, 20), (30, 2)]
+expected, _ = run_engine(slabs(), lengths)
+for B in (1, 2, 4, 16):
+    manager = managed(64 // B, B)
+    tokens, num_preemptions = run_engine(manager, lengths)
+    assert tokens == expected, f"With blocks of {B} other tokens came out than under chapter 02's slabs."
+    assert not manager.tables, f"After the last request {list(manager.tables)} still hold blocks."
+    manager.allocate_slots(Request("all", num_prompt_tokens=64), 64)  # nothing was lost
+    print(f"{64 // B:2} blocks of {B:2}: tokens as under slabs; {manager.watch_refused:2} refusals, {num_preemptions:2} preemptions")
+
+# %% [markdown]
+# Now a model whose text you can read: in a cell of your own,
+# `LLM("smollm2", kv_cache_manager=MyManager(96, 16), check_every_step=True).generate([...])`.
+
+# %% [markdown]
+# ## Exercise 4.3: what a batch holds at its end
+#
+# *7 minutes, easy.*
+#
+# **How many blocks do these requests hold, and how much of them is unused?**
+#
+# All requests of `batch` have just sampled their last token, and none has been freed. Each is a pair
+# (prompt tokens, output tokens). Blocks were taken as needed, as in exercise 4.2; nothing is shared. The
+# model has `num_layers` layers, and one token's keys and values in one layer take
+# `bytes_per_token_and_layer` bytes (K and V together). Return three numbers:
+#
+# | | |
+# |---|---|
+# | `num_blocks` | blocks of the pool that the requests hold, together |
+# | `unused_slots` | slots in those blocks that hold no token |
+# | `unused_bytes` | what those slots take, in all layers |
+#
+# ```text
+# a prompt of 3 (p) and 3 output tokens (a b c), blocks of 4, 10 layers, 100 bytes
+#
+# [p p p a][b . . .]       c was sampled last
+#
+# num_blocks = 2, unused_slots = 3, unused_bytes = 3 * 10 * 100 = 3000
+# ```
+#
+# Before you write it, guess: from blocks of 4 to blocks of 16, what happens to the unused slots?
+#
+# <details><summary>Hint 1: a nudge</summary>
+# Which token in the picture lies in no slot? Will it ever?
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# A request of p + o tokens has computed p + o - 1. Each request rounds up to whole blocks for itself. A
+# block spans all layers: layer 7 reads the same table as layer 0.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# for each request:   written <- prompt + output - 1
+#                     blocks  <- written / block_size, rounded up
+#                     unused  <- blocks * block_size - written
+# add them up;  bytes <- unused slots * layers * bytes
+# ```
+# </details>
+
+# %% ex-4-3
+def held_after_generation(batch, block_size, num_layers, bytes_per_token_and_layer):
+    """(num_blocks, unused_slots, unused_bytes) of requests that have sampled their last token."""
+    ### BEGIN SOLUTION
+    written = [num_prompt_tokens + num_output_tokens - 1 for num_prompt_tokens, num_output_tokens in batch]
+    num_blocks = sum(cdiv(num_tokens, block_size) for num_tokens in written)
+    unused_slots = num_blocks * block_size - sum(written)
+    return num_blocks, unused_slots, unused_slots * num_layers * bytes_per_token_and_layer
+    ### END SOLUTION
+
+# %% check-4-3
+examine(held_after_generation, list(inputs_4_3()), case_4_3)
+rng = random.Random(3)
+batch = [(rng.randint(20, 600), rng.randint(20, 400)) for _ in range(40)]
+for B in (4, 16, 64):
+    num_blocks, unused, num_bytes = map(int, held_after_generation(batch, B, 30, 768))
+    print(f"40 requests, blocks of {B:2}: {num_blocks:5,} blocks hold {num_blocks * B:6,} slots, {unused:5,} unused: "
+          f"{100 * unused / (num_blocks * B):4.1f}%, {unused / 40:4.1f} a request; {num_bytes / 1e6:5.1f} MB")  # fmt: skip
+
+# %% [markdown]
+# Never more than a block less one slot for each request, and about half a block on average. Smaller
+# blocks waste less and make longer tables; chapter 05 meets what else they cost.
+
+# %% [markdown]
+# ## Exercise 4.4: find the bug
+#
+# *12 minutes, medium.*
+#
+# **This rule decides how many blocks a paged manager takes before a step. Find where it fails, then
+# mend it.** All around it is right: `Ruled` takes as many blocks as the rule says.
+
+# %% suspect-4-4
+def suspect_rule(num_computed_tokens, num_new_tokens, num_tokens, num_held_blocks, block_size):
+    """How many blocks to take before a step computes num_new_tokens tokens."""
+    if num_held_blocks == 0:  # the request is new
+        return cdiv(num_new_tokens, block_size)
+    return int(num_tokens % block_size == 0)  # the last block is full: take one more
+
+
+class Ruled(PagedKVCacheManager):
+    """Takes as many blocks as `rule` says."""
+
+    rule = staticmethod(suspect_rule)
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = list(self.tables.get(request.request_id, ()))
+        counts = request.num_computed_tokens, num_new_tokens, request.num_tokens
+        num_new_blocks = self.rule(*counts, len(table), self.block_size)
+        if num_new_blocks > self.num_free_blocks:
+            return None
+        blocks = self.block_pool.get_new_blocks(num_new_blocks)
+        return self.set_table(request, table + [block.block_id for block in blocks])
+
+# %% [markdown]
+# It has served for weeks. Prompts of 5, 6 and 7 tokens, blocks of 4:
+
+# %% served-4-4
+lengths = [(5, 9), (6, 9), (7, 9)]
+print("tokens as under chapter 02's slabs:", run_engine(Ruled(20, 4), lengths) == run_engine(slabs(), lengths))
+
+# %% [markdown]
+# A request is alone. Step 1 computes its whole prompt; each later step computes the token that was
+# sampled last. The token sampled at a step's end isn't known yet when that step asks for blocks.
+#
+# ```text
+# block_size = 4, a prompt of 6
+#
+# step  num_tokens  num_new_tokens  blocks held  blocks needed
+#    1           6               6            2              2
+#    2           7               1            2              2
+#    3           8               1            3              2      8 % 4 is 0: one more
+#    4           9               1            3              3
+# ```
+#
+# **a.** The rule is wrong in two ways. Write the smallest case of each as
+# `(block_size, num_prompt_tokens, step)`: smallest block size first, then the shortest prompt, then the
+# first step. Paper is enough; code is allowed.
+#
+# - `too_few`: a token about to be computed has no slot.
+# - `too_many`: more blocks are held than the tokens computed by the end of this step need.
+#
+# <details><summary>Hint 1: a nudge</summary>
+# In the picture, the third block comes one step before it is needed. When does the step before it not
+# exist?
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# In step 2 and after, num_tokens includes the one token that is about to be computed. It needs a new
+# block if the tokens before it, num_tokens - 1, fill all blocks.
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# for block_size 1, 2, 3, ...:  for prompt 1, 2, 3, ...:
+#     held <- 0
+#     for each step: held <- held + what the rule says
+#                    compare held with (computed + new) / block_size, rounded up
+# ```
+# </details>
+
+# %% ex-4-4
+def failing_cases():
+    """(too_few, too_many), each (block_size, num_prompt_tokens, step)."""
+    ### BEGIN SOLUTION
+    found = {}
+    for block_size in range(1, 5):
+        for num_prompt_tokens in range(1, 2 * block_size + 1):
+            held, computed, num_tokens = 0, 0, num_prompt_tokens
+            for step in range(1, 3 * block_size):
+                new = num_tokens - computed
+                held += suspect_rule(computed, new, num_tokens, held, block_size)
+                computed, num_tokens = computed + new, num_tokens + 1
+                too = held - cdiv(computed, block_size)
+                if too:
+                    found.setdefault(too > 0, (block_size, num_prompt_tokens, step))
+    return found[False], found[True]
+    ### END SOLUTION
+
+# %% check-4-4
+value = ask(failing_cases)
+assert isinstance(value, tuple | list) and len(value) == 2, f"failing_cases must return (too_few, too_many), not {value!r:.100}"
+judge_failing("too_few", value[0], "too few")
+judge_failing("too_many", value[1], "too many")
+for (B, prompt, step), kind in zip(value, ("few", "many"), strict=True):
+    print(f"too {kind}: blocks of {B}, a prompt of {prompt}, step {step}\n{drawn(replay(suspect_rule, prompt, B, 4))}")
+
+# %% [markdown]
+# What the engine says to the first kind:
+
+# %% refused-4-4
+try:
+    run_engine(Ruled(20, 4), [(8, 9)])
+except InvariantBroken as error:
+    print("InvariantBroken:", error)
+
+# %% [markdown]
+# **b.** Mend it. The mended rule must hold for any step: a whole prompt, a chunk of one, a sampled token.
+
+# %% ex-4-4-b
+def mended_rule(num_computed_tokens, num_new_tokens, num_tokens, num_held_blocks, block_size):
+    """How many blocks to take before a step computes num_new_tokens tokens."""
+    ### BEGIN SOLUTION
+    return cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
+    ### END SOLUTION
+
+# %% check-4-4-b
+inputs = list(inputs_4_4())
+examine(mended_rule, inputs, case_4_4)
+print(f"{len(inputs)} steps right, {sum(new > 1 for _, new, *_ in inputs)} of them with more than one token")
+Mended = type("Mended", (Ruled,), {"rule": staticmethod(mended_rule)})
+lengths = [(3, 9), (4, 9), (5, 9), (8, 9), (16, 3), (33, 6)]
+expected, _ = run_engine(slabs(), lengths)
+for B in (1, 2, 4, 16):
+    assert run_engine(Mended(128 // B, B), lengths)[0] == expected, f"With blocks of {B} other tokens came out than under slabs."
+print("engine, blocks of 1, 2, 4 and 16: tokens as under slabs")
+
+# %% [markdown]
+# The mended rule has one case, not two, and it doesn't ask for `num_tokens`. A rule that counts what
+# lies in the pool need not know why.
+
+# %% [markdown]
+# ## Exercise 4.5: an invariant checker
+#
+# *15 minutes, hard.*
+#
+# **Write the check that catches a broken manager before it gives a wrong answer.** A manager's books are
+# given as plain data:
+
+# %% books-4-5-b
+class Books(NamedTuple):
+    """A paged manager's books at one moment.
+
+    tables: name -> block ids, in the order of the tokens. num_computed_tokens: name -> tokens.
+    ref_cnt: for each block of the pool, how many tables name it.
+    free: ids of blocks that nobody holds and nobody wants.
+    cached_free: ids of blocks that nobody holds, whose content is kept in case it is wanted again.
+    """
+
+    num_blocks: int
+    block_size: int
+    tables: dict
+    num_computed_tokens: dict
+    ref_cnt: list
+    free: list
+    cached_free: list
+
+
+Books(5, 2, {"A": [3, 1], "B": [3, 0]}, {"A": 3, "B": 4}, [1, 1, 0, 2, 0], [4], [2])
+
+# %% [markdown]
+# ```text
+# block       0         1         2            3         4
+#             B         A         cached_free  A and B   free
+# ref_cnt     1         1         0            2         0
+# ```
+#
+# `check_books(books)` raises `InvariantBroken("...")` where the books contradict each other, with a
+# message that helps to find the fault, and returns nothing where they don't. These are right, and must
+# pass: blocks in any order; a block that two requests share; a free block that is kept for reuse; a last
+# block that is exactly full. Sharing and reuse come in chapter 07; here they are numbers in lists.
+#
+# What can be wrong? Think of it before you open a hint: each kind of mistake below has been made by a
+# real manager, and some cancel out in a sum.
+#
+# <details><summary>Hint 1: a nudge</summary>
+# Pick a block. Where may it be? How many of these places may it be in at once, and how often in each?
+# </details>
+# <details><summary>Hint 2: the rule</summary>
+# <ol><li>Every block that a table names exists, and stands in that table once.</li>
+# <li>Every block of the pool is in exactly one place, once: named by tables, in <code>free</code>, or in
+# <code>cached_free</code>.</li>
+# <li>ref_cnt is the number of tables that name the block.</li>
+# <li>Every table has a slot for each computed token.</li></ol>
+# </details>
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# names <- an empty list for each block of the pool
+# for each table:  for each block:  exists?  not in this table before?  then note the request there
+#                  slots of the table < computed tokens of the request?  broken
+# for each block:  places <- (1 if it has names) + times in free + times in cached_free;  must be 1
+#                  number of names = ref_cnt?
+# ```
+# </details>
+
+# %% ex-4-5
+def check_books(books):
+    """Raises InvariantBroken where the books contradict each other."""
+    ### BEGIN SOLUTION
+    holders = {block: [] for block in range(books.num_blocks)}
+    for name, table in books.tables.items():
+        for block in table:
+            if block not in holders:
+                raise InvariantBroken(f"{name} names block {block}, which the pool does not have")
+            if name in holders[block]:
+                raise InvariantBroken(f"{name} names block {block} twice")
+            holders[block].append(name)
+        if len(table) * books.block_size < books.num_computed_tokens[name]:
+            raise InvariantBroken(f"{name} has more computed tokens than slots")
+    for block, names in holders.items():
+        places = bool(names) + books.free.count(block) + books.cached_free.count(block)
+        if places != 1:
+            raise InvariantBroken(f"block {block} is in {places} places at once: tables {names}, free, cached_free")
+        if len(names) != books.ref_cnt[block]:
+            raise InvariantBroken(f"block {block} has ref_cnt {books.ref_cnt[block]}, but is named by {names}")
+    ### END SOLUTION
+
+# %% check-4-5
+counts = judge_checker()
+print(f"right books pass: {len(list(right_books()))} small ones, {counts.pop('right')} of traffic")
+print(f"broken books are caught: {len(list(broken_books()))} small ones, and of traffic:")
+for what, times in counts.items():
+    print(f"  {times:2} of a manager that {what}")
+
+# %% [markdown]
+# Your own messages, once the check has passed: would they help you at three in the morning?
+
+# %% messages-4-5 tags=["own-output"]
+try:
+    for what, books in broken_books():
+        print(f"{what.split(':')[0]}\n    {objection(books)}")
+except Exception:
+    print("(not yet right)")
+
+# %% [markdown]
+# ## Exercise 4.6: what does paging fix?
+#
+# *6 minutes, medium.*
+#
+# **What does paging fix, and what doesn't it?** A colleague has read that paging "removes all waste and
+# makes inference faster". Write five or six lines: what it fixes, by which mechanism, and two things that it
+# does not fix. A person reads this one; the check cannot.
+#
+# Test yourself before you hand it in. Which number stands behind each claim, and where would you read it?
+#
+# | if you claim that | then name |
+# |---|---|
+# | fragmentation is gone | what a request needs that chapter 03's requests needed more of; refusals with enough free memory, before and after |
+# | waste is left | unused slots for a request, at most and on average, for a block size (exercise 4.3) |
+# | more requests run at once | how many, before and after, in the same memory |
+# | it is faster | whose time: of one request alone, or of all together? In a run with how many requests? |
+# | the pool can still run out | a refusal or preemption of exercise 4.2, and what was free at that moment |
+#
+# A claim without a number is a guess.
+
+# %% [markdown] written-4-6 points=2
+# Paging fixes external fragmentation and reservation. A request needs free blocks, any of them, not an
+# extent: the table says where they are. So a request is refused only when there are too few free blocks
+# in sum, never "57 free and 20 refused" as in exercise 3.4. And blocks are taken when tokens need them, so
+# nothing is held for an answer that may never come. What is left is the rest of each last block: at most
+# block_size - 1 slots for a request, about half a block on average (exercise 4.3, blocks of 16: some 7 slots
+# for a request, under 2% of what is held).
+# It doesn't fix: the size of the pool (in exercise 4.2 requests were still refused and preempted, with
+# too few blocks free); the speed of one request, whose step reads the same bytes as before, now through
+# a table. More requests fit at once, so all together get more tokens per second when they queue for memory;
+# with one request there is no queue, and nothing to gain.
+#
+# **Rubric, 2 points.** One for *what is fixed, by what*: any free block serves, through the table (external),
+# and blocks come as tokens come (reservation); with a number. One for *what is not*: at least two of the
+# tail of the last block (with its bound), the pool's end, and one request's speed; a gain in speed is named
+# only as throughput through larger batches. No point for "removes all waste", "makes attention
+# faster", "blocks are neighbours, so reading is fast" or "memory grows". Samples at three levels stand in
+# `solutions/README.md`.
