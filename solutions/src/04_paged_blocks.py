@@ -315,6 +315,8 @@ def watched(kind):
             except AssertionError as error:
                 raise AssertionError(f"{error}\n{given}") from None
             except (Exception, Endless, Delegated) as error:
+                if name == "free" and args[0].request_id not in before:
+                    given = f"{args[0].request_id} holds no table. Then free does nothing.\n{given}"
                 raise AssertionError(told(name, error, given)) from None
             return value
 
@@ -480,7 +482,7 @@ def case_4_4(value, computed, new, num_tokens, held, block_size):
     asked = f"num_computed_tokens = {computed}, num_new_tokens = {new}, num_tokens = {num_tokens}, num_held_blocks = {held}, block_size = {B}"
     assert hasattr(value, "__index__"), f"mended_rule must return a whole number of blocks, not {value!r:.80}"
     got = int(value)
-    one = "One block at most, in a step that may compute many tokens: a chunk of a prompt can need several."
+    one = "A step may compute many tokens: a chunk that begins inside a block can cross a boundary, or several."
     slips = {
         "num_tokens % block_size == 0 is the rule as it was found.": cdiv(new, B) if held == 0 else int(num_tokens % B == 0),
         "With num_tokens % block_size == 1 blocks of one token never come (n % 1 is 0), and a chunk gets one block for many.":

@@ -822,7 +822,7 @@ def mended_rule(computed, new, num_tokens, held, B):
 
 
 # %% ex-4-4-b wrong: one block at most
-# says: One block at most
+# says: can cross a boundary, or several
 def mended_rule(computed, new, num_tokens, held, B):
     if held == 0:
         return cdiv(new, B)
@@ -830,7 +830,7 @@ def mended_rule(computed, new, num_tokens, held, B):
 
 
 # %% ex-4-4-b wrong: one block at most, from the room
-# says: One block at most
+# says: can cross a boundary, or several
 def mended_rule(computed, new, num_tokens, held, B):
     return int(computed + new > held * B)
 
