@@ -805,6 +805,11 @@ def mended_rule(computed, new, num_tokens, held, B):
     return more
 
 
+# %% ex-4-4-b right: the right moment, position by position
+def mended_rule(computed, new, num_tokens, held, B):
+    return sum(position % B == 0 for position in range(computed, computed + new))
+
+
 # %% ex-4-4-b wrong: as it was
 # says: is the rule as it was found
 def mended_rule(computed, new, num_tokens, held, B):
