@@ -19,9 +19,11 @@
 # block may stand anywhere in it.
 #
 # ```text
-# block_size = 4                         block       0      1      2      3
-# the table of A is [2, 0]                        [A4 A5 . .][....][A0 A1 A2 A3][....]
-# A has 6 tokens, A0 to A5               slots     0  1  2 3  4..7  8  9 10 11  12..15
+# block           0              1              2              3
+# slot       0  1  2  3     4  5  6  7     8  9 10 11    12 13 14 15
+#           A4 A5  .  .     .  .  .  .    A0 A1 A2 A3     .  .  .  .
+#
+# A has 6 tokens, A0 to A5, in blocks of 4. Its table is [2, 0].
 # ```
 #
 # **Two counters** say where a request stands. `num_tokens` counts its known tokens: the prompt and what
@@ -257,7 +259,7 @@ def refused(manager, request, num_held, more, free):
     said = f"{request.request_id} needs {more} more blocks and was refused, but {free} are held by nobody."
     if manager.watch_refused:
         return f"{said} An earlier refusal kept some of them? A refusal must change nothing."
-    if manager.watch_freed:
+    if manager.watch_gone:
         return f"{said} Freed blocks have to be given out again."
     if more == free:
         return f"{said} The last free block can be taken as well."
@@ -272,7 +274,7 @@ def list_of_block_ids(value):
     except (TypeError, AttributeError):
         raise AssertionError(f"allocate_slots must return a table, a list of block ids, not {value!r:.80}") from None
 
-
+# %% watch-4-2-d jupyter={"source_hidden": true}
 def judge_length(manager, request, new, old, table, given):
     B, computed = manager.block_size, request.num_computed_tokens
     need = max(len(old), cdiv(computed + new, B))
@@ -290,6 +292,8 @@ def judge_length(manager, request, new, old, table, given):
         return
     why = f"{computed + new} tokens need {need} blocks of {B}"
     what = f"{why}: a token about to be computed has no slot." if len(table) < need else f"{why}, {sooner}."
+    if request.request_id in manager.watch_gone and not old:
+        slips = [(len(table), f"{request.request_id} was freed before and comes back, as after a preemption: it holds nothing now.")]
     said = next((said for length, said in slips if length == len(table)), "Another number of blocks was asked for.")
     raise AssertionError(f"{said}\n{given} {what}")
 
@@ -301,7 +305,7 @@ def watched(kind):
 
     class Watched(kind):
         def __init__(self, num_blocks, block_size):
-            self.watch_log, self.watch_refused, self.watch_freed = [], 0, 0
+            self.watch_log, self.watch_refused, self.watch_gone = [], 0, set()
             self.watch("__init__", super().__init__, lambda value, before: None, num_blocks, block_size)
 
         def watch(self, name, function, judge, *args):
@@ -328,7 +332,7 @@ def watched(kind):
         def free(self, request):
             self.watch_log.append(f"free({request.request_id})")
             self.watch("free", super().free, lambda got, before: judge_free(self, request, before), request)
-            self.watch_freed += 1
+            self.watch_gone.add(request.request_id)
 
     return Watched
 
@@ -841,6 +845,7 @@ for B in (4, 2, 1):
 play(managed, 8, 2, [("A", 3, 7), ("A", 4), ("B", 2), ("A", 1), ("B", 1), ("A", 1), ("A", 1), ("B", 1), ("B", 1)])
 play(managed, 4, 2, [("A", 7), ("A", 1)])  # all of the pool
 play(managed, 4, 2, [("A", 3), ("B", 3), "A", "Z", ("C", 4), "C", "B", ("D", 4), "D", ("E", 8)])
+play(managed, 4, 2, [("A", 7), "A", ("A", 5), ("A", 1)])  # comes back
 play(managed, 4, 2, [("A", 4), ("B", 6), ("B", 3), ("C", 5), "A", ("D", 8)])
 for _ in range(2):
     play(managed, 4, 2, [("A", 4), ("B", 5), ("B", 6), ("A", 1), ("B", 2), "A", ("D", 9), ("D", 5), "B", "D", ("E", 8)])
@@ -862,6 +867,17 @@ for B in (1, 2, 4, 16):
 # %% [markdown]
 # Now a model whose text you can read: in a cell of your own,
 # `LLM("smollm2", kv_cache_manager=MyManager(96, 16), check_every_step=True).generate([...])`.
+
+# %% on-smollm2 tags=["solution", "nbval-ignore-output"]
+def on_smollm2(manager):
+    questions = ["What is the capital of Italy?", "Name three colours.", "Why is the sky blue?"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    llm = LLM("smollm2", kv_cache_manager=manager, check_every_step=True)
+    return [output.outputs[0].text for output in llm.generate(chats, SamplingParams(max_tokens=24), use_tqdm=False)]
+
+
+for answer in on_smollm2(MyManager(96, 16)):
+    print(repr(answer))
 
 # %% [markdown]
 # ## Exercise 4.3: what a batch holds at its end

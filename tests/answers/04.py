@@ -549,6 +549,27 @@ class MyManager(KVCacheManager):
         self.ids += self.tables.pop(request.request_id, ())
 
 
+# %% ex-4-2 wrong: a count of blocks of its own, kept over free
+# says: it holds nothing now
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.ids, self.held = list(range(num_blocks)), Counter()
+
+    def allocate_slots(self, request, num_new_tokens):
+        name = request.request_id
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = cdiv(num_tokens, self.block_size) - self.held[name]
+        if more > len(self.ids):
+            return None
+        self.held[name] += more
+        new = [self.ids.pop() for _ in range(more)]
+        return self.set_table(request, self.tables.get(name, []) + new)
+
+    def free(self, request):
+        self.ids += self.drop_table(request)
+
+
 # %% ex-4-2 wrong: set_table forgotten
 # says: call set_table
 class MyManager(KVCacheManager):
