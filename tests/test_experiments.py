@@ -98,7 +98,9 @@ def test_growth_and_the_return_of_the_preempted_are_not_counted():
         workload=Workload("small", Poisson(3.0), (kind,)), manager=manager, duration_s=120.0
     )
     assert run.core.scheduler.num_preemptions > 20
-    assert [r.request_id for r in run.refusals] == [name for name, *_ in manager.expected]
+    assert [
+        (r.request_id, r.free_share, r.largest_extent_share, r.needed_share) for r in run.refusals
+    ] == [(name, *(n / 600 for n in sizes)) for name, *sizes in manager.expected]
     assert 0 < len(run.refusals) < manager.num_refusals / 2
     first = {r.request_id: r.time_s for r in run.refusals}
     for request in run.simulation.requests:
@@ -121,6 +123,17 @@ def test_the_recorder_changes_nothing_and_goes_away():
     with pytest.raises(RuntimeError, match="in the middle"):
         paradox_run(manager=manager, on_step=fail, duration_s=60.0)
     assert "allocate_slots" not in vars(manager)
+
+
+def test_where_any_free_block_will_do_the_need_is_in_blocks():
+    manager = MinimalManager(10, 16)
+    core = experiments.simulation_of(manager, paradox_step_time()).core
+    recorder = RefusalRecorder(core)
+    requests = [
+        Request(name, num_prompt_tokens=n, max_tokens=9) for name, n in (("a", 120), ("b", 49))
+    ]
+    core.run(requests)
+    assert [r._replace(time_s=0) for r in recorder.refusals] == [Refusal("b", 0, 0.2, 0.2, 0.4)]
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
@@ -223,6 +236,12 @@ def test_the_shares_are_those_that_the_requests_show(policy, monkeypatch):
     assert run.mean_batched == pytest.approx(
         sum(s.num_seqs * (s.end - s.start) for s in steps) / seconds
     )
+
+
+def test_paged_has_the_same_memory_in_blocks_of_16():
+    manager = paper_manager("paged")
+    assert manager.block_size == 16
+    assert NUM_SLOTS - 16 < manager.num_blocks * manager.block_size <= NUM_SLOTS
 
 
 def test_max_holds_seven_slabs_and_its_remainder_is_the_papers():
