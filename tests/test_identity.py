@@ -10,7 +10,8 @@ from reference import Comparison, greedy
 
 from minikv.engine import LLM
 from minikv.kv_cache.base import cdiv
-from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
+from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.model.loader import load
 from minikv.request import SamplingParams
 
@@ -222,6 +223,33 @@ def real_answers(smollm2):
 ], ids=["contiguous", "two slabs", "chunks", "small pool", "refusing"])  # fmt: skip
 def test_smollm2_equals_the_dense_cache(smollm2, real_answers, comparison, manager, limits):
     serve(LLM(smollm2, kv_cache_manager=manager, **limits), real_answers, comparison)
+
+
+# The three requests may need 36 slots: these pools have fewer, or room for two requests at once.
+POOLS = {
+    f"paged-{block_size}": lambda B=block_size: PagedKVCacheManager(max(2, 32 // B), B)
+    for block_size in (1, 2, 16, 64, 256)
+} | {
+    f"contiguous-{reserve}": lambda reserve=reserve: ContiguousKVCacheManager(
+        8 + 2 * (reserve == "pow2"), 4, max_model_len=16, reserve=reserve
+    )
+    for reserve in RESERVE_POLICIES
+}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("pool", POOLS)
+def test_no_manager_changes_a_token_of_smollm2(smollm2, real_answers, comparison, pool):
+    """Prompts of 11, 7 and 6 tokens, in chunks, under pressure."""
+    lengths = (5, 6, 4)
+    answers = [
+        answer._replace(output=answer.output[:n])
+        for answer, n in zip(real_answers[:3], lengths, strict=True)
+    ]
+    llm = LLM(smollm2, kv_cache_manager=POOLS[pool](), max_num_batched_tokens=16)
+    serve(llm, answers, comparison)
+    most_at_once = max(step.num_seqs for step in llm.metrics.steps)
+    assert llm.scheduler.num_preemptions > 0 or most_at_once == 2
 
 
 # -- the comparison itself ------------------------------------------------------------------------
