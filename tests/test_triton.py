@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_batches import Batch
 
 from minikv import bench
 from minikv.model.backends import choose_backend, why_not
@@ -71,7 +72,6 @@ def compiled(architecture, dtype, head_dim, max_query_len, *, block_size=16, spl
     """The attention kernel as `triton_launch.attend` would launch it for 4 query heads per kv
     head. given: window, softcap, first_visible, where a model has them."""
     import triton
-    from triton.backends.compiler import GPUTarget
 
     from minikv.model.kernels.triton_launch import launch_shape
     from minikv.model.kernels.triton_paged import attention_kernel as kernel
@@ -93,6 +93,14 @@ def compiled(architecture, dtype, head_dim, max_query_len, *, block_size=16, spl
             types[name] = kind
         else:
             constants[name] = None
+    return compile_for(architecture, kernel, types, constants, num_stages)
+
+
+def compile_for(architecture, kernel, types, constants, num_stages=3):
+    """types: of arguments that are not i32. constants: values of those that are compiled in."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     signature = {
         n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names
     }
@@ -154,6 +162,74 @@ def test_every_shape_fits_into_the_smallest_shared_memory(own_cache, shape):
     assert kernel.metadata.shared <= SHARED_BYTES[86]
     products = "fma.rn.f32" if dtype == "fp32" else "mma.sync"  # float32 without TF32
     assert products in kernel.asm["ptx"] and "tf32" not in kernel.asm["ptx"]
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", SHARED_BYTES)
+def test_the_merge_compiles(own_cache, architecture):
+    from minikv.model.kernels.triton_paged import merge_kernel
+
+    types = {"out": "*bf16", "partial": "*fp32", "logsumexp": "*fp32"}
+    for splits, head_dim, padded in ((1, 16, 16), (2, 80, 128), (64, 128, 128)):
+        constants = {"PADDED_SPLITS": splits, "HEAD_DIM": head_dim, "PADDED_DIM": padded}
+        kernel = compile_for(architecture, merge_kernel, types, constants)
+        assert "st.global" in kernel.asm["ptx"]
+
+
+class H100:
+    """What Triton asks of a driver in order to compile: the GPU that it compiles for."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 99  # kernels are kept by device: no real one may find these
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def warmed_up(own_cache, monkeypatch):
+    """`attend` compiles what it would launch. Gives the list of (grid, compiled kernel)."""
+    import triton
+
+    from minikv.model.kernels import triton_launch
+
+    seen = []
+
+    class WarmUp:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def compile_only(*arguments, **options):
+                seen.append((grid, self.kernel.warmup(*arguments, grid=grid, **options)))
+
+            return compile_only
+
+    for name in ("attention_kernel", "merge_kernel"):
+        monkeypatch.setattr(triton_launch, name, WarmUp(getattr(triton_launch, name)))
+    monkeypatch.setattr(triton.runtime.driver, "_active", H100())
+    return seen
+
+
+@needs_triton
+def test_a_serving_engine_compiles_no_kernel_twice(warmed_up):
+    """Batches, contexts and splits change at every step; a decode's kernel must not."""
+    from minikv.model.kernels.triton_launch import attend
+
+    for context, num_seqs in ((1, 1), (100, 2), (300, 16), (512, 33)):
+        for num_splits in (2, 3, 16):
+            lengths = ([1] * num_seqs, [context] * num_seqs)
+            batch = Batch(4, torch.bfloat16, 0.0, lengths)
+            attend(batch.query, batch.pool, batch.metadata(), scaling=0.1, num_splits=num_splits)
+    decodes = {id(kernel) for grid, kernel in warmed_up if len(grid) == 3}
+    merges = {id(kernel) for grid, kernel in warmed_up if len(grid) == 1}
+    assert len(warmed_up) == 24
+    assert (len(decodes), len(merges)) == (1, 3)  # merges: of 2, 4 and 16 rows
 
 
 # -- how the work is cut --------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def attention_kernel(
 
     row = tl.arange(0, ROWS)
     nth_query = first_query + row // PER_KV
-    head = kv_head * PER_KV + row % PER_KV
+    head = (kv_head * PER_KV + row % PER_KV).to(tl.int64)
     row_used = (row < QUERIES * PER_KV) & (nth_query < query_len)
     token = (first_token + nth_query).to(tl.int64)
     dim = tl.arange(0, PADDED_DIM)
