@@ -317,6 +317,14 @@ def test_the_paradox_command(tmp_path, capsys):
     assert [r["time_s"] for r in out["runs"][0]["refusals"]] == [r.time_s for r in run.refusals]
     for part in ("first fit", "buddy fit", "ShareGPT", "The clock is a model", "Vicuna 13B"):
         assert part in text, part
+    tables = text.split("Of these, with a need of at most a quarter")
+    for table, most in zip(tables, (1.0, 0.25), strict=True):
+        first = [r for r in out["runs"] if r["fit"] == "first"]
+        rows = [r for run in first for r in run["refusals"] if r["needed_share"] <= most]
+        enough = [r for r in rows if r["needed_share"] <= r["free_share"]]
+        row = next(line for line in table.splitlines() if line.startswith("first fit  "))
+        assert row.split()[2:4] == [f"{len(rows):,}", f"{len(enough):,}"]
+        assert row.split()[5] == f"{max(r['free_share'] for r in enough):.0%}"
     much = with_much_free(run.refusals)
     assert much and much[0].request_id in text
     assert f"and {len(run.refusals) - len(much[:8]):,} more" in text
@@ -368,6 +376,15 @@ def test_the_fig13_command(tmp_path, capsys, monkeypatch):
             )
             assert row["mean_batched"] == run.mean_batched
             assert f"{run.mean_batched:9.2f}" in text
+    kept = next(r for r in out["experiments"] if "kept free" in r["changed"])
+    run = paper_run(
+        "paged",
+        manager=CautiousPagedManager(NUM_SLOTS // 16, 16, 20),
+        step_time=paper_step_time(overhead_per_request_s=0.0003),
+        duration_s=40.0,
+        warmup_s=20.0,
+    )
+    assert (kept["workload"], kept["mean_batched"]) == ("sharegpt", run.mean_batched)
     changed = {row["changed"] for row in out["experiments"]}
     assert len(changed) == 3 and all(each in text for each in changed)
     for part in ("132.44", "30.42", "More than 15% from", "no proof that an A100"):
