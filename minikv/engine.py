@@ -71,8 +71,9 @@ class LLM:
         report_every: keep a MemoryReport every so many steps in `metrics.reports`; 0 for none.
         check_every_step: have the manager check its books after every step (slower): the way to
             find out where a manager of your own goes wrong.
-        attention_backend: how attention reads K and V: "gather", "online", "cpu" or "triton" (see
-            `minikv.model.backends`). Default: the fastest that this device has.
+        attention_backend: how attention reads K and V: "gather", "online", "cpu" or "triton", or
+            a function of your own (see `minikv.model.backends`). Default: the fastest that this
+            device has.
 
     An LLM is used from one thread at a time; several may share one loaded model.
 
@@ -133,9 +134,10 @@ class LLM:
                 f"max_model_len is {max_model_len}, but {self.spec.name} was made for "
                 f"{self.spec.max_model_len} positions"
             )
-        attention_backend, _ = choose_backend(
-            next(self.model.parameters()).device, self.model.dtype, attention_backend
-        )
+        if not callable(attention_backend):
+            attention_backend, _ = choose_backend(
+                next(self.model.parameters()).device, self.model.dtype, attention_backend
+            )
         adopt(self.model, self.spec, attention_backend)
 
         max_num_seqs, device = max_num_seqs or 16, next(self.model.parameters()).device

@@ -22,7 +22,9 @@ from attention_batches import (
 )
 
 from minikv.engine import LLM
+from minikv.model.attention import UnsupportedModel
 from minikv.model.backends import BACKENDS, choose_backend, why_not
+from minikv.model.kernels import online
 from minikv.model.loader import load
 from minikv.request import SamplingParams
 
@@ -91,6 +93,35 @@ def test_swapping_backends_changes_no_fp32_greedy_token_of_smollm2():
     expected = greedy_tokens(loaded, prompts, "gather")
     for backend in POISON:
         assert greedy_tokens(loaded, prompts, backend) == expected, backend
+
+
+# -- a function of your own -----------------------------------------------------------------------
+
+
+def test_a_function_of_your_own_is_a_backend():
+    loaded, shapes = load("tiny", dtype="float32", device="cpu"), []
+
+    def mine(query, pool, metadata, *, scaling, window=None, softcap=None):
+        shapes.append((len(query), int(metadata.query_start_loc[-1])))
+        return online.attend(query, pool, metadata, scaling=scaling, window=window, softcap=softcap)
+
+    options = {"block_size": 4, "num_gpu_blocks_override": 200}
+    expected = greedy_tokens(loaded, PROMPTS, "gather", **options)
+    llm = LLM(loaded, attention_backend=mine, max_num_batched_tokens=24, **options)
+    assert llm.attention_backend == "mine"
+    shapes.clear()
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert shapes and all(rows == new_tokens for rows, new_tokens in shapes)
+
+
+def test_a_wrong_function_of_your_own_is_refused_before_any_request():
+    def mine(query, pool, metadata, *, scaling, window=None, softcap=None):
+        return online.attend(query, pool, metadata, scaling=1.3 * scaling)
+
+    with pytest.raises(UnsupportedModel, match="off its own"):
+        LLM(load("tiny", dtype="float32", device="cpu"), attention_backend=mine)
 
 
 # -- the choice -----------------------------------------------------------------------------------

@@ -86,9 +86,12 @@ def why_not(name, device, dtype) -> str | None:
 def choose_backend(device, dtype, requested=None):
     """(name, attend) of the requested backend, or of the best for this device.
 
+    requested: a name, or an `attend` function of your own, which is taken as it is.
     Raises ValueError where `requested` is unknown or cannot run there, and says why.
     """
     device = torch.device(device)
+    if callable(requested):
+        return getattr(requested, "__name__", type(requested).__name__), requested
     if requested is None:
         names = PREFERRED.get(device.type, ("gather",))
         requested = next(name for name in names if why_not(name, device, dtype) is None)

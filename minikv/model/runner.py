@@ -21,7 +21,8 @@ class ModelRunner:
 
     pools: per layer [2, num_blocks + 1, num_kv_heads, block_size, head_dim]; the last block pads
     short tables, and no manager knows of it.
-    attention_backend: a name of `minikv.model.backends`; None takes the best for the device.
+    attention_backend: a name of `minikv.model.backends`, or such a function; None takes the best
+        for the device.
     """
 
     def __init__(self, model, spec, manager, attention_backend=None):
