@@ -63,9 +63,12 @@ class ExtentTree:
         return node - num_leaves
 
     def extents(self) -> list[tuple[int, int]]:
-        """(first block, blocks) of every extent, in address order. O(num_blocks)."""
-        leaves = enumerate(self._largest[self._num_leaves :], 1)
-        return [(end - size, size) for end, size in leaves if size]
+        """(first block, blocks) of every extent, in address order. O(log num_blocks) each."""
+        found, end = [], 0
+        while end < self._num_leaves and (last := self.first(1, end)) is not None:
+            end, size = last + 1, self.size_at(last)
+            found.append((end - size, size))
+        return found
 
     def check(self) -> None:
         """Raises InvariantBroken where a node is not the larger of its children."""
