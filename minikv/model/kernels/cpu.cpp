@@ -66,6 +66,13 @@ inline float to_float(bf16 x) {
     return f;
 }
 
+inline Vec widen(const float* from) { return at(from); }
+inline Vec widen(const bf16* from) {
+    typedef uint16_t Narrow __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+    typedef uint32_t Wide __attribute__((vector_size(LANES * 4)));
+    return (Vec)(__builtin_convertvector(*reinterpret_cast<const Narrow*>(from), Wide) << 16);
+}
+
 inline void store(float* to, float x) { *to = x; }
 inline void store(bf16* to, float x) {
     uint32_t bits;
@@ -165,98 +172,56 @@ struct Work {
 
 struct Scratch {
     std::vector<float> query, keys, values, mixed, scores, largest, total;
-    void fit(int64_t rows, int64_t width) {
+    void fit(int rows, int width) {
         query.assign(rows * width, 0.0f);
         mixed.assign(rows * width, 0.0f);
         largest.assign(rows, NEVER);
         total.assign(rows, 0.0f);
         keys.resize(TILE * width);
         values.resize(TILE * width);
-        scores.resize(ROW_GROUP * TILE);
+        scores.resize(std::max(FEW_ROWS, ROW_GROUP) * TILE);
     }
 };
 
-// WIDTH is head_dim where it is one of the usual ones: loops of known length are faster. 0: any
-// other; `width` is head_dim rounded up to whole vectors, and the rest of each row is zeros.
+// WIDTH is head_dim where it is a usual one: loops of known length are faster. 0: any other.
 template <typename T, int WIDTH>
 struct Kernel {
     const Shape& shape;
     const Step& step;
     const T *query, *pool;
     T* out;
-    Scratch& s;
-    static constexpr bool WHOLE = WIDTH > 0;
 
-    // The rows of K (half 0) or V (half 1) of slots start to end - 1, as floats. K may come
-    // transposed, [width, TILE], so that a product runs over many keys at once.
-    template <bool TRANSPOSED>
-    void load(int half, const Work& w, int start, int end, int width, float* __restrict to) {
-        const int D = WHOLE ? WIDTH : int(shape.head_dim), B = int(shape.block_size);
-        const int32_t* table = step.block_tables + w.seq * step.max_blocks;
-        const int64_t block_stride = shape.num_kv_heads * B * D;
-        const T* base = pool + half * shape.pool_blocks * block_stride + int64_t(w.kv_head) * B * D;
-        const int last_block = (step.seq_lens[w.seq] - 1) / B;
-        int index = start / B, offset = start % B;
-        for (int t = 0; t < end - start; index++, offset = 0) {
-            const int run = std::min(end - start - t, B - offset);
-            const T* __restrict row = base + table[index] * block_stride + offset * D;
-            // The next block lies elsewhere, where the hardware does not look for it by itself.
-            const T* ahead = base + table[std::min(index + 1, last_block)] * block_stride;
-            for (int i = 0; i < run; i++, t++, row += D, ahead += D) {
-                for (int d = 0; d < D; d += 64 / int(sizeof(T))) __builtin_prefetch(ahead + d);
-                if (TRANSPOSED) {
-                    for (int d = 0; d < D; d++) to[d * TILE + t] = to_float(row[d]);
-                } else {
-                    for (int d = 0; d < D; d++) to[t * width + d] = to_float(row[d]);
-                    for (int d = D; d < width; d++) to[t * width + d] = 0.0f;
-                }
-            }
-        }
-    }
+    static constexpr bool USUAL = WIDTH > 0;
+    const int D = USUAL ? WIDTH : int(shape.head_dim), G = int(shape.per_kv);
+    // Rows in scratch are whole vectors; what exceeds head_dim is 0.
+    const int width = USUAL ? WIDTH : (D + LANES - 1) / LANES * LANES;
+    Scratch s{};
+
+    // Of the piece of work at hand. Positions count slots, a static batch's padding included.
+    int seq = 0, kv_head = 0, rows = 0, position = 0, padding = 0;
 
     void run(const Work& w) {
-        const int D = WHOLE ? WIDTH : int(shape.head_dim), G = int(shape.per_kv);
-        const int width = WHOLE ? WIDTH : (D + LANES - 1) / LANES * LANES;
-        const int rows = w.num_queries * G;
-        const int first_row = step.query_start_loc[w.seq] + w.first_query;
-        const int query_len = step.query_start_loc[w.seq + 1] - step.query_start_loc[w.seq];
-        // The position of the first query: positions count slots, a static batch's padding too.
-        const int position = step.seq_lens[w.seq] - query_len + w.first_query;
-        const int padding = step.first_visible ? step.first_visible[w.seq] : 0;
+        seq = w.seq, kv_head = w.kv_head, rows = w.num_queries * G;
+        const int first_row = step.query_start_loc[seq] + w.first_query;
+        const int query_len = step.query_start_loc[seq + 1] - step.query_start_loc[seq];
+        position = step.seq_lens[seq] - query_len + w.first_query;  // of the first query
+        padding = step.first_visible ? step.first_visible[seq] : 0;
         s.fit(rows, width);
         for (int r = 0; r < rows; r++) {
             const T* q = query + (first_row + r / G) * shape.query_token_stride +
-                         (w.kv_head * G + r % G) * shape.query_head_stride;
+                         (kv_head * G + r % G) * shape.query_head_stride;
             for (int d = 0; d < D; d++) s.query[r * width + d] = to_float(q[d]) * shape.scaling;
         }
         const int end = position + w.num_queries;
-        const bool transposed = rows > FEW_ROWS;
-        for (int start = first_slot(position, padding); start < end; start += TILE) {
+        for (int start = first_slot(position); start < end; start += TILE) {
             const int n = std::min(TILE, end - start);
-            if (transposed)
-                load<true>(0, w, start, start + n, width, s.keys.data());
+            if (USUAL && rows <= FEW_ROWS)
+                few_rows(start, n);
             else
-                load<false>(0, w, start, start + n, width, s.keys.data());
-            load<false>(1, w, start, start + n, width, s.values.data());
-            for (int r = 0; r < rows; r += ROW_GROUP) {
-                const int group = std::min(ROW_GROUP, rows - r);
-                float* scores = s.scores.data();
-                if (transposed)
-                    scores_by_columns(r, group, width, scores);
-                else
-                    scores_by_dots(r, group, width, n, scores);
-                for (int i = r; i < r + group; i++) {
-                    const int own = position + i / G;
-                    const int from = std::max(first_slot(own, padding), start) - start;
-                    const int to = std::min(own + 1 - start, n);
-                    soften(scores + (i - r) * TILE, from, to, i, width);
-                }
-                add_product(group, scores, TILE, s.values.data(), width, n,
-                            &s.mixed[r * width], width, width);
-            }
+                many_rows(start, n);
         }
         for (int r = 0; r < rows; r++) {
-            T* o = out + ((first_row + r / G) * shape.num_kv_heads * G + w.kv_head * G + r % G) * D;
+            T* o = out + ((first_row + r / G) * shape.num_kv_heads * G + kv_head * G + r % G) * D;
             const float scale = 1.0f / s.total[r];  // a query sees itself: never 0
             for (int d = 0; d < D; d++) store(o + d, s.mixed[r * width + d] * scale);
         }
@@ -264,33 +229,85 @@ struct Kernel {
 
     // What a query at this position sees begins there and ends with its own slot. A padding query
     // sees itself alone.
-    int first_slot(int position, int padding) const {
+    int first_slot(int position) const {
         const int first = std::min(padding, position);
-        return shape.window ? std::max<int64_t>(first, position - shape.window + 1) : first;
+        return shape.window ? std::max(first, position - int(shape.window) + 1) : first;
     }
 
-    void scores_by_columns(int r, int group, int width, float* scores) {
-        std::fill(scores, scores + ROW_GROUP * TILE, 0.0f);
-        add_product(group, &s.query[r * width], width, s.keys.data(), TILE, int(shape.head_dim),
-                    scores, TILE, TILE);
-    }
-
-    void scores_by_dots(int r, int group, int width, int n, float* scores) {
-        for (int t = 0; t < n; t++)
-            for (int i = 0; i < group; i++) {
-                const float *q = &s.query[(r + i) * width], *k = &s.keys[t * width];
-                const int length = WHOLE ? WIDTH : width;
-                Vec sum = at(q) * at(k);
-                for (int d = LANES; d < length; d += LANES) sum += at(q + d) * at(k + d);
-                scores[i * TILE + t] = fold<SUM>(sum);
+    // Calls use(t, row) for the rows of K (half 0) or V (half 1) of slots start + t, t < n.
+    template <typename Use>
+    void each_row(int half, int start, int n, Use use) const {
+        const int B = int(shape.block_size);
+        const int32_t* table = step.block_tables + seq * step.max_blocks;
+        const int64_t block_stride = shape.num_kv_heads * B * D;
+        const T* base = pool + half * shape.pool_blocks * block_stride + int64_t(kv_head) * B * D;
+        const int last_block = (step.seq_lens[seq] - 1) / B;
+        int index = start / B, offset = start % B;
+        for (int t = 0; t < n; index++, offset = 0) {
+            const int run_end = std::min(n, t + B - offset);
+            const T* row = base + table[index] * block_stride + offset * D;
+            // The next block lies elsewhere, where the hardware does not look for it by itself.
+            const T* ahead = base + table[std::min(index + 1, last_block)] * block_stride;
+            for (; t < run_end; t++, row += D, ahead += D) {
+                for (int d = 0; d < D; d += 64 / int(sizeof(T))) __builtin_prefetch(ahead + d);
+                use(t, row);
             }
+        }
     }
 
-    // Turns a row's scores into weights: those of slots from..to - 1 of the tile become
-    // exp(score - largest so far), the others 0; what the row has summed up is brought to the same
-    // measure. The loops run over the whole tile, as loops of known length are faster.
-    void soften(float* scores, int from, int to, int r, int width) {
-        if (from >= to) return (void)std::fill(scores, scores + TILE, 0.0f);  // it sees nothing here
+    // Decoding: K and V are used as they are read, so that the arithmetic fills the time that the
+    // reading takes.
+    void few_rows(int start, int n) {
+        constexpr int W = USUAL ? WIDTH / LANES : 1;
+        float *scores = s.scores.data(), *mixed = s.mixed.data();
+        const float* q = s.query.data();
+        each_row(0, start, n, [&](int t, const T* row) {
+            Vec key[W];
+            for (int c = 0; c < W; c++) key[c] = widen(row + c * LANES);
+            for (int r = 0; r < rows; r++) {
+                Vec sum = at(q + r * WIDTH) * key[0];
+                for (int c = 1; c < W; c++) sum += at(q + r * WIDTH + c * LANES) * key[c];
+                scores[r * TILE + t] = fold<SUM>(sum);
+            }
+        });
+        for (int r = 0; r < rows; r++) weigh(r, scores + r * TILE, start);
+        each_row(1, start, n, [&](int t, const T* row) {
+            Vec value[W];
+            for (int c = 0; c < W; c++) value[c] = widen(row + c * LANES);
+            for (int r = 0; r < rows; r++)
+                for (int c = 0; c < W; c++)
+                    at(mixed + r * WIDTH + c * LANES) += scores[r * TILE + t] * value[c];
+        });
+    }
+
+    // A chunk: K and V become floats once for all rows, K transposed, [width, TILE], so that one
+    // vector holds many keys.
+    void many_rows(int start, int n) {
+        float *keys = s.keys.data(), *values = s.values.data(), *scores = s.scores.data();
+        each_row(0, start, n, [&](int t, const T* __restrict row) {
+            for (int d = 0; d < D; d++) keys[d * TILE + t] = to_float(row[d]);
+        });
+        each_row(1, start, n, [&](int t, const T* __restrict row) {
+            float* __restrict to = values + t * width;
+            for (int d = 0; d < D; d++) to[d] = to_float(row[d]);
+            for (int d = D; d < width; d++) to[d] = 0.0f;
+        });
+        for (int r = 0; r < rows; r += ROW_GROUP) {
+            const int group = std::min(ROW_GROUP, rows - r);
+            std::fill(scores, scores + ROW_GROUP * TILE, 0.0f);
+            add_product(group, &s.query[r * width], width, keys, TILE, D, scores, TILE, TILE);
+            for (int i = 0; i < group; i++) weigh(r + i, scores + i * TILE, start);
+            add_product(group, scores, TILE, values, width, n, &s.mixed[r * width], width, width);
+        }
+    }
+
+    // Turns row r's scores of a tile into weights: exp(score - largest so far), and 0 for slots that
+    // it does not see; what the row has summed up so far is brought to the same measure. The loops
+    // run over the whole tile, as loops of known length are faster.
+    void weigh(int r, float* scores, int start) {
+        const int own = position + r / G;
+        const int from = std::max(first_slot(own) - start, 0), to = std::min(own + 1 - start, TILE);
+        if (from >= to) return (void)std::fill(scores, scores + TILE, 0.0f);
         if (shape.softcap != 0.0f) {
             const float cap = shape.softcap, inverse = 1.0f / cap;
             for (int t = 0; t < TILE; t++) scores[t] = cap * tanh_of(scores[t] * inverse);
@@ -330,8 +347,7 @@ void attend(const Shape& shape, const Step& step, const T* query, const T* pool,
     num_threads = std::min<int>(num_threads, int(all.size()));
 #pragma omp parallel num_threads(num_threads)
     {
-        Scratch scratch;
-        Kernel<T, WIDTH> kernel{shape, step, query, pool, out, scratch};
+        Kernel<T, WIDTH> kernel{shape, step, query, pool, out};
         // From the end: a chunk's last queries see most, and what is long should not come last.
 #pragma omp for schedule(dynamic)
         for (int i = int(all.size()) - 1; i >= 0; i--) kernel.run(all[i]);
