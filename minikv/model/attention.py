@@ -35,7 +35,7 @@ class StepContext:
     write_rows: [2 * T * kv_heads], the row of `pool.view(-1, head_dim)` for the K of each new
         token and head, then for the V.
     metadata: which requests the T packed tokens belong to, and where their K and V lie.
-    attend: the backend's function, see `minikv.model.backends`.
+    attend, write_kv: the backend's functions, see `minikv.model.backends`.
     layers_seen: (layer, sliding_window) of each call, for the probe.
     """
 
@@ -43,6 +43,7 @@ class StepContext:
     write_rows: torch.Tensor
     metadata: AttentionMetadata
     attend: Callable
+    write_kv: Callable
     layers_seen: list = field(default_factory=list)
 
     @property
@@ -74,20 +75,16 @@ def attention(
     [1, num_kv_heads, T, head_dim], already rotated. Returns ([1, T, num_query_heads, head_dim],
     None). Raises UnsupportedModel for anything that it would not compute exactly."""
     layer = _require_supported(module, key, value, attention_mask, is_causal, step, keywords)
-    head_dim = key.shape[-1]
     pool = step.pools[layer]
     step.layers_seen.append((layer, sliding_window))
 
     # First write: a token attends to itself, too.
-    new_rows = torch.stack([key[0], value[0]]).transpose(1, 2).reshape(-1, head_dim)
-    pool.view(-1, head_dim).index_copy_(0, step.write_rows, new_rows)
-
-    scaling = head_dim**-0.5 if scaling is None else scaling
+    step.write_kv(key[0], value[0], pool, step.write_rows)
     mixed = step.attend(
         query[0].transpose(0, 1),
         pool,
         step.metadata,
-        scaling=scaling,
+        scaling=key.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
     )

@@ -1,6 +1,6 @@
 """Attention backends: several ways to read K and V through block tables, behind one function.
 
-A backend is a module of `minikv.model.kernels` with two functions:
+A backend is a module of `minikv.model.kernels` with two functions,
 
     attend(query, pool, metadata, *, scaling, window=None, softcap=None) -> Tensor
         query: [T, num_query_heads, head_dim], not scaled; head_dim lies together, the other two
@@ -8,6 +8,13 @@ A backend is a module of `minikv.model.kernels` with two functions:
             V are in it already. Returns [T, num_query_heads, head_dim].
     why_not(device, dtype) -> str | None
         Why it cannot run there; None if it can.
+
+and, where it has a faster way than gather's, a third:
+
+    write_kv(key, value, pool, write_rows)
+        key, value: [num_kv_heads, T, head_dim], what the step's tokens add; write_rows: [2 * T *
+            num_kv_heads], the row of pool.view(-1, head_dim) for the K of each token and head, then
+            for the V.
 
 The rule that each keeps: a query at position p of its request sees positions up to p, its own
 included; with a window only the last `window` of them; of a static batch's padding nothing, but a
@@ -19,6 +26,8 @@ import importlib
 from dataclasses import dataclass, field
 
 import torch
+
+from minikv.model.kernels import gather
 
 # In this order: the first that can run is taken for a device that is named beside it.
 BACKENDS = {
@@ -102,3 +111,9 @@ def choose_backend(device, dtype, requested=None):
     elif reason := why_not(requested, device, dtype):
         raise ValueError(f"attention_backend {requested!r} cannot run here: {reason}")
     return requested, importlib.import_module(BACKENDS[requested]).attend
+
+
+def writer_of(name):
+    """The function that writes K and V for this backend."""
+    module = importlib.import_module(BACKENDS[name])
+    return getattr(module, "write_kv", gather.write_kv)

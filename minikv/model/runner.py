@@ -12,7 +12,7 @@ import torch
 
 from minikv.kv_cache.base import InvariantBroken
 from minikv.model.attention import StepContext, new_pools
-from minikv.model.backends import AttentionMetadata, Scratch, choose_backend
+from minikv.model.backends import AttentionMetadata, Scratch, choose_backend, writer_of
 from minikv.model.sampler import sample
 
 
@@ -32,6 +32,7 @@ class ModelRunner:
         self.attention_backend, self.attend = choose_backend(
             self.device, model.dtype, attention_backend
         )
+        self.write_kv = writer_of(self.attention_backend)
         self.pools = new_pools(
             spec, self.num_blocks, self.block_size, device=self.device, dtype=model.dtype
         )
@@ -77,6 +78,7 @@ class ModelRunner:
             write_rows=self._write_rows(packed, tables, places).to(self.device),
             metadata=self._metadata(packed, tables, starts, ends),
             attend=self.attend,
+            write_kv=self.write_kv,
         )
         out = self.model(
             input_ids=torch.tensor([token_ids], device=self.device),

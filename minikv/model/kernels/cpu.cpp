@@ -68,9 +68,9 @@ inline float to_float(bf16 x) {
 
 inline Vec widen(const float* from) { return at(from); }
 inline Vec widen(const bf16* from) {
-    typedef uint16_t Narrow __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-    typedef uint32_t Wide __attribute__((vector_size(LANES * 4)));
-    return (Vec)(__builtin_convertvector(*reinterpret_cast<const Narrow*>(from), Wide) << 16);
+    Vec to;
+    for (int i = 0; i < LANES; i++) to[i] = to_float(from[i]);
+    return to;
 }
 
 inline void store(float* to, float x) { *to = x; }
@@ -192,15 +192,17 @@ struct Kernel {
     T* out;
 
     static constexpr bool USUAL = WIDTH > 0;
-    const int D = USUAL ? WIDTH : int(shape.head_dim), G = int(shape.per_kv);
+    int head_dim() const { return USUAL ? WIDTH : int(shape.head_dim); }
     // Rows in scratch are whole vectors; what exceeds head_dim is 0.
-    const int width = USUAL ? WIDTH : (D + LANES - 1) / LANES * LANES;
+    int row_width() const { return (head_dim() + LANES - 1) / LANES * LANES; }
+    const int G = int(shape.per_kv);
     Scratch s{};
 
     // Of the piece of work at hand. Positions count slots, a static batch's padding included.
     int seq = 0, kv_head = 0, rows = 0, position = 0, padding = 0;
 
     void run(const Work& w) {
+        const int D = head_dim(), width = row_width();
         seq = w.seq, kv_head = w.kv_head, rows = w.num_queries * G;
         const int first_row = step.query_start_loc[seq] + w.first_query;
         const int query_len = step.query_start_loc[seq + 1] - step.query_start_loc[seq];
@@ -237,7 +239,7 @@ struct Kernel {
     // Calls use(t, row) for the rows of K (half 0) or V (half 1) of slots start + t, t < n.
     template <typename Use>
     void each_row(int half, int start, int n, Use use) const {
-        const int B = int(shape.block_size);
+        const int B = int(shape.block_size), D = head_dim();
         const int32_t* table = step.block_tables + seq * step.max_blocks;
         const int64_t block_stride = shape.num_kv_heads * B * D;
         const T* base = pool + half * shape.pool_blocks * block_stride + int64_t(kv_head) * B * D;
@@ -259,6 +261,7 @@ struct Kernel {
     // reading takes.
     void few_rows(int start, int n) {
         constexpr int W = USUAL ? WIDTH / LANES : 1;
+        const int rows = this->rows;
         float *scores = s.scores.data(), *mixed = s.mixed.data();
         const float* q = s.query.data();
         each_row(0, start, n, [&](int t, const T* row) {
@@ -283,6 +286,7 @@ struct Kernel {
     // A chunk: K and V become floats once for all rows, K transposed, [width, TILE], so that one
     // vector holds many keys.
     void many_rows(int start, int n) {
+        const int D = head_dim(), width = row_width();
         float *keys = s.keys.data(), *values = s.values.data(), *scores = s.scores.data();
         each_row(0, start, n, [&](int t, const T* __restrict row) {
             for (int d = 0; d < D; d++) keys[d * TILE + t] = to_float(row[d]);
@@ -325,7 +329,7 @@ struct Kernel {
         for (int t = LANES; t < TILE; t += LANES) sum += at(scores + t);
         if (largest > s.largest[r]) {
             const float shrink = s.largest[r] == NEVER ? 0.0f : exp_of(s.largest[r] - largest);
-            for (int d = 0; d < width; d++) s.mixed[r * width + d] *= shrink;
+            for (int d = 0; d < row_width(); d++) s.mixed[r * row_width() + d] *= shrink;
             s.total[r] *= shrink;
             s.largest[r] = largest;
         }
@@ -379,4 +383,25 @@ extern "C" void minikv_attend(const Shape* shape, const Step* step, const void* 
         attend<bf16>(*shape, *step, query, pool, out, num_threads);
     else
         attend<float>(*shape, *step, query, pool, out, num_threads);
+}
+
+// Copies the step's new rows of K and V, [num_kv_heads, T, head_dim] with these strides in bytes, to
+// the pool's rows that write_rows names: T x num_kv_heads for K, then as many for V.
+extern "C" void minikv_write_kv(void* pool, const int64_t* write_rows, const void* key,
+                                const void* value, int64_t num_tokens, int64_t num_kv_heads,
+                                int64_t row_bytes, int64_t key_token_stride, int64_t key_head_stride,
+                                int64_t value_token_stride, int64_t value_head_stride,
+                                int num_threads) {
+    auto* to = static_cast<char*>(pool);
+    const auto *k = static_cast<const char*>(key), *v = static_cast<const char*>(value);
+    const int64_t* rows_of_v = write_rows + num_tokens * num_kv_heads;
+#pragma omp parallel for num_threads(num_threads) if (num_tokens >= 64)
+    for (int64_t t = 0; t < num_tokens; t++)
+        for (int64_t h = 0; h < num_kv_heads; h++) {
+            const int64_t i = t * num_kv_heads + h;
+            std::memcpy(to + write_rows[i] * row_bytes,
+                        k + t * key_token_stride + h * key_head_stride, row_bytes);
+            std::memcpy(to + rows_of_v[i] * row_bytes,
+                        v + t * value_token_stride + h * value_head_stride, row_bytes);
+        }
 }

@@ -49,6 +49,31 @@ def attend(query, pool, metadata, *, scaling, window=None, softcap=None):
     return out
 
 
+def write_kv(key, value, pool, write_rows):
+    """See `minikv.model.backends`. Five torch operations in one call: they took longer than the
+    copy, in every layer of every step."""
+    if key.stride(2) != 1:
+        key = key.contiguous()
+    if value.stride(2) != 1:
+        value = value.contiguous()
+    num_kv_heads, num_tokens, head_dim = key.shape
+    size = pool.element_size()
+    library().minikv_write_kv(
+        pool.data_ptr(),
+        write_rows.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        num_tokens,
+        num_kv_heads,
+        head_dim * size,
+        key.stride(1) * size,
+        key.stride(0) * size,
+        value.stride(1) * size,
+        value.stride(0) * size,
+        torch.get_num_threads(),
+    )
+
+
 def _step(metadata):
     """Addresses into the metadata's tensors, which live as long as the cache that keeps this."""
     first_visible = metadata.first_visible

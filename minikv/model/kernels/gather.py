@@ -136,5 +136,12 @@ def _attend(query, pool, group, window, softcap, scratch):
     return mixed.reshape(num_tokens, num_query_heads, head_dim)
 
 
+def write_kv(key, value, pool, write_rows):
+    """See `minikv.model.backends`."""
+    head_dim = key.shape[-1]
+    new_rows = torch.stack([key, value]).transpose(1, 2).reshape(-1, head_dim)
+    pool.view(-1, head_dim).index_copy_(0, write_rows, new_rows)
+
+
 def why_not(device, dtype):
     return None  # torch runs everywhere

@@ -177,6 +177,8 @@ def _open(path):
         *(ctypes.c_int, ctypes.c_int),
     )
     library.minikv_attend.restype = None
+    library.minikv_write_kv.argtypes = (*[address] * 4, *[ctypes.c_int64] * 7, ctypes.c_int)
+    library.minikv_write_kv.restype = None
     return library
 
 
