@@ -21,9 +21,10 @@ class Batch:
     """A step of random requests. Every property takes its turn, so that SEEDS seeds have each.
 
     lengths: given new tokens and slots written of each request; there is no padding then.
+    given: values for some of block_size, num_kv_heads, per_kv, head_dim, window, softcap, scaling.
     """
 
-    def __init__(self, seed, dtype, poison, lengths=None):
+    def __init__(self, seed, dtype, poison, lengths=None, **given):
         self.rnd, self.dtype = random.Random(seed), dtype
         generator = torch.Generator().manual_seed(seed)
         self.kind, self.block_size = KINDS[seed % 6], BLOCK_SIZES[seed // 2 % 4]
@@ -31,6 +32,7 @@ class Batch:
         self.head_dim = HEAD_DIMS[seed % 9]
         self.window, self.softcap = WINDOWS[seed // 3 % 5], SOFTCAPS[seed // 5 % 4]
         self.scaling = self.rnd.choice((0.5, 1.0, 2.0)) * self.head_dim**-0.5
+        vars(self).update(given)
 
         self.query_lens, self.seq_lens, self.padding = self._lengths()
         if lengths is not None:

@@ -496,6 +496,19 @@ def test_what_would_not_be_exact_is_refused_by_name_and_left_as_it_was(case):
     assert torch.equal(model(tokens, use_cache=False).logits, expected)
 
 
+@pytest.mark.parametrize("dtypes, heads, message", [
+    ((torch.bfloat16, torch.float32, torch.float32), 4, "in torch.bfloat16, torch.float32 and"),
+    ((torch.float32, torch.bfloat16, torch.float32), 4, "but the pool holds torch.float32"),
+    ((torch.float32, torch.float32, torch.float32), 3, r"has Q \(1, 3, 2, 4\), which does not fit"),
+], ids=["another Q", "another K", "heads"])  # fmt: skip
+def test_what_a_kernel_would_read_wrongly_is_refused(dtypes, heads, message):
+    step, _ = context({"a": [0]}, [("a", 0, 2)], num_kv_heads=2)
+    shapes = zip((heads, 2, 2), dtypes, strict=True)
+    tensors = [torch.ones(1, n, 2, 4, dtype=dtype) for n, dtype in shapes]
+    with pytest.raises(UnsupportedModel, match=message):
+        hook.attention(SimpleNamespace(layer_idx=0), *tensors, None, step=step)
+
+
 def test_a_model_whose_logits_differ_is_refused(register):
     register(wrong_scaling)
     model = random_model("Llama", 0)

@@ -6,6 +6,8 @@ and 0 x NaN is NaN, so it gets 1e4 (the engine keeps its pool finite).
 """
 
 import os
+import shutil
+import sys
 
 import pytest
 import torch
@@ -23,13 +25,15 @@ from attention_batches import (
 
 from minikv.engine import LLM
 from minikv.model.attention import UnsupportedModel
-from minikv.model.backends import BACKENDS, choose_backend, why_not
+from minikv.model.backends import BACKENDS, choose_backend, why_not, writer_of
 from minikv.model.kernels import online
 from minikv.model.loader import load
 from minikv.request import SamplingParams
 
 # A backend under test is one line here.
 POISON = {"gather": 1e4, "online": float("nan"), "cpu": float("nan")}
+if sys.platform == "win32" or not any(map(shutil.which, ("c++", "g++", "clang++"))):
+    del POISON["cpu"]  # with a compiler it must run
 if os.environ.get("TRITON_INTERPRET") == "1":  # in a process of its own: see test_triton.py
     POISON = {"triton": float("nan")}
 
@@ -45,6 +49,89 @@ def test_a_backend_equals_float64_on_random_batches(backend, dtype):
         assert error < LIMITS[dtype], f"seed {seed}: {error:.1e}"  # NaN fails, too
         worst = max(worst, error)
     print(f"{backend} {dtype}: {worst:.1e}")
+
+
+CASES = {  # what the random batches are too small for
+    "one kv head for many": {"per_kv": 71, "num_kv_heads": 1, "head_dim": 64},
+    "blocks longer than a tile": {"block_size": 300, "head_dim": 32},
+    "a window beyond a tile": {"window": 100, "head_dim": 64},
+    "a head of 8": {"head_dim": 8, "per_kv": 3},
+    "scores that differ by hundreds": {"head_dim": 64, "scaling": 30.0, "softcap": None},
+}
+LENGTHS = ([1, 1, 130, 100, 3], [700, 65, 130, 520, 129])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", POISON)
+def test_longer_and_odder_batches(backend, case):
+    if backend == "triton":
+        pytest.skip("minutes in the interpreter; see test_triton.py for its own")
+    _, attend = choose_backend("cpu", torch.float32, backend)
+    lengths = [*map(list, LENGTHS)]
+    batch = Batch(3, torch.float32, POISON[backend], lengths, **CASES[case])
+    # Large scores are rounded more coarsely before any softmax: at 500 to 3e-5.
+    limit = 1e-3 if "scores" in case else LIMITS[torch.float32]
+    assert max(batch.errors(attend)) < limit
+
+
+@pytest.mark.parametrize("backend", POISON)
+def test_scores_near_ten_thousand_are_weighed_exactly(backend):
+    """Whole scores, exact in float32, of which differences of 1 decide: exp must neither overflow
+    nor round them away."""
+    _, attend = choose_backend("cpu", torch.float32, backend)
+    batch = Batch(
+        0, torch.float32, POISON[backend], ([1, 40], [200, 40]), head_dim=16, block_size=16,
+        scaling=1.0, window=None, softcap=None,
+    )  # fmt: skip
+    batch.query[:] = 0.0
+    batch.query[..., :2] = torch.tensor([100.0, 1.0])
+    keys = batch.pool[0]
+    keys[..., 0] = 99 + (keys[..., 0] > 0).float()
+    keys[..., 1] = keys[..., 1].round().clamp(-3, 3)
+    assert max(batch.errors(attend)) < LIMITS[torch.float32]
+
+
+@pytest.mark.parametrize("backend", POISON)
+@pytest.mark.parametrize("half", [0, 1], ids=["K", "V"])
+def test_a_nan_is_passed_on_to_its_own_request_and_to_no_other(backend, half):
+    """The engine ends a request whose logits are not finite; a kernel that swallowed NaN would
+    let it go on with wrong tokens."""
+    _, attend = choose_backend("cpu", torch.float32, backend)
+    batch = Batch(
+        0, torch.float32, 0.0, ([1, 9, 1], [40, 30, 20]), head_dim=64, block_size=16, window=None
+    )
+    batch.pool[half, batch.tables[1][0], :, 3] = float("nan")
+    assert batch.tables[1][0] not in batch.tables[0] + batch.tables[2]
+    first, second, third = batch.errors(attend)
+    assert first < 1e-5 and third < 1e-5 and second != second
+
+
+@pytest.mark.skipif("cpu" not in POISON, reason="no compiler")
+@pytest.mark.parametrize("seed", [0, 1, 2, 4])
+def test_the_number_of_threads_changes_no_bit(seed, monkeypatch):
+    _, attend = choose_backend("cpu", torch.bfloat16, "cpu")
+    batch = Batch(seed, torch.bfloat16, 0.0)
+    outputs = []
+    for num_threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=num_threads: n)
+        outputs.append(attend(batch.query, batch.pool, batch.metadata(), scaling=0.1))
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.skipif("cpu" not in POISON, reason="no compiler")
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 5, 200])
+def test_the_kernels_write_equals_gathers(dtype, num_tokens):
+    generator = torch.Generator().manual_seed(num_tokens)
+    num_kv_heads, head_dim, num_rows = 3, 20, 2 * 201 * 3
+    key = torch.randn(num_tokens, num_kv_heads, head_dim, generator=generator).to(dtype)
+    value = torch.randn(num_kv_heads, num_tokens, head_dim, generator=generator).to(dtype)
+    rows = torch.randperm(num_rows, generator=generator)[: 2 * num_tokens * num_kv_heads]
+    pools = [torch.zeros(2, 201, num_kv_heads, 1, head_dim, dtype=dtype) for _ in range(2)]
+    for pool, backend in zip(pools, ("gather", "cpu"), strict=True):
+        writer_of(backend)(key.transpose(0, 1), value, pool, rows)
+    assert torch.equal(*pools)
+    assert pools[0].any()
 
 
 def test_the_batches_cover_what_they_claim():

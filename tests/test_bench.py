@@ -234,7 +234,7 @@ def test_help_imports_no_torch():
 
 ATTENTION_PARTS = {
     "gather": ("attention: gather K and V", "attention: scores and mixing", "attention: softmax"),
-    "cpu": ("attention: K and V read in place",),
+    "cpu": ("attention: K and V read in place", "attention: write K and V"),
 }
 
 
@@ -274,13 +274,13 @@ def test_profile_adds_up(capsys, tmp_path, quick, backend, monkeypatch):
 
 def test_profile_leaves_the_engine_as_it_was(quick):
     llm = engines.Minikv(SETTINGS, 2).llm
-    attend = llm.runner.attend
+    functions = llm.runner.attend, llm.runner.write_kv
     before = llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids
     steptime.profile_decode(llm, small_workload(2))
     assert not llm.has_unfinished_requests()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llm.model.modules())
     assert "forward" not in vars(llm.model) and "run" not in vars(llm.runner)
-    assert llm.runner.attend is attend
+    assert (llm.runner.attend, llm.runner.write_kv) == functions
     assert llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids == before
 
 

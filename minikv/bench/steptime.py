@@ -37,7 +37,11 @@ ATTENTION_PARTS = {
     "aten::_softmax": "attention: softmax",
 }
 ATTENTION_REST = "attention: bias, copies, rest"
-ATTENTION_IN_PLACE = "attention: K and V read in place"  # by the C++ kernel, no operation of torch
+# The C++ kernel's two functions are no operations of torch, so they are marked one by one.
+ATTENTION_KERNEL = {
+    "attend": "attention: K and V read in place",
+    "write_kv": ATTENTION_PARTS["aten::index_copy_"],
+}
 
 
 def profile_decode(llm, workload) -> dict:
@@ -101,11 +105,12 @@ def _profiled_step(llm, clock) -> Counter:
     for event in profiler.events():
         # Outermost operations only: their times hold those of the operations that they call.
         parent = event.cpu_parent
-        if event.name == f"minikv:{ATTENTION_IN_PLACE}":
-            parts[ATTENTION_IN_PLACE] += event.time_range.elapsed_us() / 1e6
+        name = event.name.removeprefix("minikv:")
+        if name in ATTENTION_KERNEL.values():
+            parts[name] += event.time_range.elapsed_us() / 1e6
         if event.name.startswith("minikv:") or parent is None:
             continue
-        if parent.name == f"minikv:{ATTENTION_IN_PLACE}":
+        if parent.name.removeprefix("minikv:") in ATTENTION_KERNEL.values():
             continue  # it is in there
         if parent.name.startswith("minikv:"):
             parts[_part(parent.name.removeprefix("minikv:"), event.name)] += (
@@ -140,9 +145,12 @@ def _instrumented(llm):
 
         return wrapper
 
-    def attention(*args, **kwargs):
-        with record_function(f"minikv:{ATTENTION}"):
-            return attention_module.attention(*args, **kwargs)
+    def marked(where, function):
+        def wrapper(*args, **kwargs):
+            with record_function(f"minikv:{where}"):
+                return function(*args, **kwargs)
+
+        return wrapper
 
     with contextlib.ExitStack() as stack:
         marks = []  # the open ones: modules are nested
@@ -170,16 +178,12 @@ def _instrumented(llm):
             setattr(owner, attribute, clocked(name, getattr(owner, attribute)))
             stack.callback(delattr, owner, attribute)
         if runner.attention_backend == "cpu":
-            attend = runner.attend
-
-            def in_place(*args, **kwargs):
-                with record_function(f"minikv:{ATTENTION_IN_PLACE}"):
-                    return attend(*args, **kwargs)
-
-            runner.attend = in_place
-            stack.callback(setattr, runner, "attend", attend)
+            for attribute, where in ATTENTION_KERNEL.items():
+                function = getattr(runner, attribute)
+                setattr(runner, attribute, marked(where, function))
+                stack.callback(setattr, runner, attribute, function)
         name = attention_module.IMPLEMENTATION
-        AttentionInterface.register(name, attention)
+        AttentionInterface.register(name, marked(ATTENTION, attention_module.attention))
         stack.callback(AttentionInterface.register, name, attention_module.attention)
         yield clock
 

@@ -74,7 +74,7 @@ def attention(
     """transformers' attention interface. query: [1, num_query_heads, T, head_dim]; key and value:
     [1, num_kv_heads, T, head_dim], already rotated. Returns ([1, T, num_query_heads, head_dim],
     None). Raises UnsupportedModel for anything that it would not compute exactly."""
-    layer = _require_supported(module, key, value, attention_mask, is_causal, step, keywords)
+    layer = _require_supported(module, query, key, value, attention_mask, is_causal, step, keywords)
     pool = step.pools[layer]
     step.layers_seen.append((layer, sliding_window))
 
@@ -91,7 +91,7 @@ def attention(
     return mixed[None], None
 
 
-def _require_supported(module, key, value, attention_mask, is_causal, step, keywords) -> int:
+def _require_supported(module, query, key, value, attention_mask, is_causal, step, keywords) -> int:
     """The layer's number; raises UnsupportedModel where the result would not be exact."""
     name = type(module).__name__
     layer = getattr(module, "layer_idx", None)
@@ -117,6 +117,17 @@ def _require_supported(module, key, value, attention_mask, is_causal, step, keyw
         raise UnsupportedModel(
             f"{name} (layer {layer}) has K {tuple(key.shape)} and V {tuple(value.shape)}, but the "
             f"pool was made for {expected}"
+        )
+    # A kernel takes addresses: it would not notice.
+    if not query.dtype == key.dtype == value.dtype == pool.dtype:
+        raise UnsupportedModel(
+            f"{name} (layer {layer}) computes Q, K and V in {query.dtype}, {key.dtype} and "
+            f"{value.dtype}, but the pool holds {pool.dtype}"
+        )
+    if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
+        raise UnsupportedModel(
+            f"{name} (layer {layer}) has Q {tuple(query.shape)}, which does not fit K "
+            f"{tuple(key.shape)}"
         )
     return layer
 
