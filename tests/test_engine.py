@@ -223,7 +223,7 @@ def test_tokens_do_not_depend_on_neighbours_that_come_and_are_aborted(tiny):
 
 def test_a_random_stream_goes_on_where_it_was_after_a_preemption(tiny):
     prompts = prompts_of(9, 20, 14, 5)
-    # Recomputing rounds differently, which can move a draw to the next token: few tokens, few edges.
+    # Recomputing rounds differently, which may move a draw across an edge: few tokens, few edges.
     params = SamplingParams(max_tokens=25, temperature=1.2, top_k=4, n=2, seed=9)
     roomy = paged(tiny, num_blocks=200)
     expected = [[o.token_ids for o in out.outputs] for out in generate(roomy, prompts, params)]
