@@ -5,6 +5,7 @@ last owner left. Backends that mask their loads get NaN; gather reads what it th
 and 0 x NaN is NaN, so it gets 1e4 (the engine keeps its pool finite).
 """
 
+import functools
 import os
 import shutil
 import sys
@@ -26,7 +27,7 @@ from attention_batches import (
 from minikv.engine import LLM
 from minikv.model.attention import UnsupportedModel
 from minikv.model.backends import BACKENDS, choose_backend, why_not, writer_of
-from minikv.model.kernels import online
+from minikv.model.kernels import cpu, gather, online
 from minikv.model.loader import load
 from minikv.request import SamplingParams
 
@@ -129,9 +130,10 @@ def test_the_kernels_write_equals_gathers(dtype, num_tokens):
     rows = torch.randperm(num_rows, generator=generator)[: 2 * num_tokens * num_kv_heads]
     pools = [torch.zeros(2, 201, num_kv_heads, 1, head_dim, dtype=dtype) for _ in range(2)]
     for pool, backend in zip(pools, ("gather", "cpu"), strict=True):
-        writer_of(backend)(key.transpose(0, 1), value, pool, rows)
-    assert torch.equal(*pools)
-    assert pools[0].any()
+        writer_of(choose_backend("cpu", dtype, backend)[1])(key.transpose(0, 1), value, pool, rows)
+    assert torch.equal(*pools) and pools[0].any()
+    assert writer_of(cpu.attend) is cpu.write_kv
+    assert writer_of(functools.partial(cpu.attend)) is writer_of(len) is gather.write_kv
 
 
 def test_the_batches_cover_what_they_claim():

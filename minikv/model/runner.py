@@ -32,7 +32,7 @@ class ModelRunner:
         self.attention_backend, self.attend = choose_backend(
             self.device, model.dtype, attention_backend
         )
-        self.write_kv = writer_of(self.attention_backend)
+        self.write_kv = writer_of(self.attend)
         self.pools = new_pools(
             spec, self.num_blocks, self.block_size, device=self.device, dtype=model.dtype
         )
