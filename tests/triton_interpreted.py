@@ -57,6 +57,28 @@ def test_as_many_query_heads_as_a_tile_has_no_rows_for(monkeypatch):
     assert max(batch.errors(triton_launch.attend)) < LIMITS[torch.float32]
 
 
+def test_a_tile_writes_its_own_rows_only(monkeypatch):
+    """Five heads, three positions, a row to spare: on a GPU nobody says which tile writes last."""
+    kernel, outputs = triton_launch.attention_kernel, []
+
+    class FirstTile:
+        def __getitem__(self, grid):
+            assert grid[0] == 4
+
+            def launch(out, *arguments, **options):
+                outputs.append(out.fill_(7.0))
+                kernel[(1, *grid[1:])](out, *arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(triton_launch, "attention_kernel", FirstTile())
+    batch = Batch(4, torch.float32, NAN, lengths=([10, 1], [12, 5]))
+    assert batch.per_kv == 5
+    triton_launch.attend(batch.query, batch.pool, batch.metadata(), scaling=1.0)
+    written = (outputs[0] != 7.0).flatten(1).any(1)
+    assert written.nonzero().flatten().tolist() == [0, 1, 2, 10]
+
+
 def test_the_split_that_is_chosen_reads_every_slot(monkeypatch):
     """One long request on a GPU of four multiprocessors, where the choice is to split."""
     monkeypatch.setattr(triton_launch, "num_multiprocessors", lambda device: 4)

@@ -114,6 +114,7 @@ def flex(query, keys, values, generator):
         seq_lengths=(1, num_pages * PAGE),
         compute_q_blocks=False,
     )  # fmt: skip
+    torch.compiler.reset()  # after some recompilations it would run without compiling
     # Without a GPU only the arithmetic is tried; compiling for a CPU would take a minute.
     attention = torch.compile(flex_attention, dynamic=False) if keys.is_cuda else flex_attention
     keys, values = paged(keys), paged(values)
