@@ -26,7 +26,9 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "minikv.stamp"
 REQUIREMENTS = ROOT / "requirements.txt"
 NOTEBOOK = "notebooks/00_welcome.ipynb"
-MODEL_FETCHER = "minikv.model.fetch"  # run as a module; it ends at once when there is nothing to do
+# Run as modules; they end at once when there is nothing to do.
+MODEL_FETCHER = "minikv.model.fetch"
+KERNEL_COMPILER = "minikv.model.kernels.native"
 OLDEST, NEWEST = (3, 11), (3, 14)  # NEWEST: the last Python that the pinned PyTorch has wheels for
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 SERVER_START_SECONDS = 180
@@ -314,12 +316,18 @@ def ensure_test_packages(python):
 
 def ensure_model(python):
     """Fetch and convert the default model, once; the fetch knows whether there is work to do."""
-    status = run([python, "-m", "minikv.model.fetch"])
+    status = run([python, "-m", MODEL_FETCHER])
     if status:
         raise SetupError(
             f"the model could not be fetched (exit status {status}); the reason is above. "
             "Then run the same command again."
         )
+
+
+def compile_kernel(python):
+    """Compile the attention kernel for this CPU, once, so that no notebook has to wait for it.
+    Where that fails, it says why, and the engine does without."""
+    run([python, "-m", KERNEL_COMPILER])
 
 
 # --- running something in it -------------------------------------------------------------------
@@ -495,7 +503,9 @@ def lab(argv):
         is_root = hasattr(os, "geteuid") and os.geteuid() == 0
         # Built first: a bad PORT is told before minutes of installing.
         command = jupyter_command(venv_python(), extra, os.environ, is_root)
-        ensure_model(ensure_environment(options.cpu_torch))
+        python = ensure_environment(options.cpu_torch)
+        ensure_model(python)
+        compile_kernel(python)
         if not (ROOT / NOTEBOOK).is_file():
             raise SetupError(f"{NOTEBOOK} is not there; `git status` shows what is missing.")
         if options.check:
@@ -517,6 +527,7 @@ def test(argv):
         python = ensure_environment(options.cpu_torch)
         ensure_test_packages(python)
         ensure_model(python)
+        compile_kernel(python)
         # One thread per worker: two workers with a thread per core each only wait for each other.
         return run(pytest_command(python, options.long, extra), OMP_NUM_THREADS="1")
 

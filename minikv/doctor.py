@@ -172,6 +172,29 @@ def check_devices(found):
     ]
 
 
+def check_attention(found):
+    """The attention backend that each device gets, and why not a faster one. Compiles the CPU's."""
+    try:
+        import torch
+
+        from minikv.model.backends import PREFERRED, choose_backend, why_not
+    except ImportError:
+        return []  # check_devices has said it
+    rows = []
+    for row in found["devices"]:
+        device, dtype = torch.device(row["device"]), getattr(torch, row["dtype"])
+        chosen, _ = choose_backend(device, dtype)
+        text = f"attention on {row['device']}: backend {chosen}"
+        faster = PREFERRED.get(device.type, (chosen,))
+        faster = faster[: faster.index(chosen)]
+        if faster:
+            reasons = [f"{name} does not run: {why_not(name, device, dtype)}" for name in faster]
+            rows.append((NOTE, f"{text}, which is slower", "; ".join(reasons)))
+        else:
+            rows.append((OK, text, None))
+    return rows
+
+
 def check_model(found):
     if found["model_fetched"]:
         return OK, f"the model smollm2 is in {found['model_dir']}", None
@@ -255,7 +278,8 @@ def main(argv):
     parser.parse_args(argv)
     found = facts()
     rows = [check_python(found), *check_packages(found), check_kernel(), check_widgets()]
-    rows += [check_machine(found), *check_devices(found), check_model(found), check_notebook()]
+    rows += [check_machine(found), *check_devices(found), *check_attention(found)]
+    rows += [check_model(found), check_notebook()]
     for status, text, what_to_do in rows:
         print(f"{status:8} {text}")
         if what_to_do:

@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -293,6 +294,16 @@ def test_packages_that_are_missing_or_differ_have_a_line(monkeypatch):
     assert [row[0] for row in doctor.check_packages(found)] == ["OK"]
 
 
+def test_the_attention_backend_has_a_line_with_the_reason(monkeypatch):
+    found = {"devices": [{"device": "cpu", "dtype": "bfloat16"}]}
+    if any(map(shutil.which, ("c++", "g++", "clang++"))) and os.name == "posix":
+        assert doctor.check_attention(found) == [("OK", "attention on cpu: backend cpu", None)]
+    monkeypatch.setenv("MINIKV_CPU_KERNELS", "0")
+    [(status, text, why)] = doctor.check_attention(found)
+    assert (status, text) == ("note", "attention on cpu: backend gather, which is slower")
+    assert why == "cpu does not run: MINIKV_CPU_KERNELS is 0"
+
+
 def test_a_cache_folder_that_cannot_be_is_a_line(monkeypatch):
     monkeypatch.setenv("MINIKV_CACHE", "~nosuchuser/x")
     found = doctor.model_facts()
@@ -351,6 +362,20 @@ def test_the_model_is_fetched_by_the_module_that_is_run(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert str(folder) in result.stdout
+
+
+def test_the_kernel_is_compiled_by_the_module_that_is_run(tmp_path):
+    """As set-up runs it, which ignores its status: the course does without."""
+    environment = os.environ | {"MINIKV_CACHE": str(tmp_path)}
+    for wanted, status, said in (("1", 1, "there is no such program"), ("0", 0, "")):
+        result = subprocess.run(
+            [sys.executable, "-m", bootstrap.KERNEL_COMPILER],
+            env=environment | {"CXX": "no-such-compiler", "MINIKV_CPU_KERNELS": wanted},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == status
+        assert said in result.stderr and bool(said) == bool(result.stderr)
 
 
 def test_what_the_package_imports_is_pinned():

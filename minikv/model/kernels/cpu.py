@@ -5,7 +5,6 @@ engine goes on with gather attention, and this says why, once.
 """
 
 import functools
-import os
 import sys
 
 import torch  # before the library is loaded: then one OpenMP runtime, torch's, serves both
@@ -92,7 +91,7 @@ def why_not(device, dtype):
         return f"it reads a CPU's memory, and the model is on {device}"
     if dtype not in IS_BF16:
         return f"it takes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if os.environ.get("MINIKV_CPU_KERNELS") == "0":
+    if not native.wanted():
         return "MINIKV_CPU_KERNELS is 0"
     found = _attempt()
     return str(found) if isinstance(found, native.CannotCompile) else None

@@ -73,6 +73,10 @@ class Step(ctypes.Structure):
     )
 
 
+def wanted() -> bool:
+    return os.environ.get("MINIKV_CPU_KERNELS") != "0"
+
+
 def load():
     """The library, compiled first if need be. Raises CannotCompile."""
     try:
@@ -210,8 +214,8 @@ def main(argv) -> int:
     try:
         if argv:
             try_out(argv[0])
-        else:
-            print(compiled())
+        elif wanted():
+            print(f"the CPU kernel is in {compiled()}")
     except (CannotCompile, ModelFetchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
