@@ -54,7 +54,7 @@ def interpreted(*command):
     ("tests", "num_tests"),
     [
         (["tests/test_backends.py", "-k", "float64 and triton"], 2),
-        (["tests/triton_interpreted.py", "-m", "not long"], 10),
+        (["tests/triton_interpreted.py", "-m", "not long"], 11),
         pytest.param(["tests/triton_interpreted.py", "-m", "long"], 2, marks=pytest.mark.long),
     ],
     ids=["float64", "splits and tiny", "all batches"],

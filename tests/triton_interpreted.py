@@ -29,6 +29,14 @@ def test_splits_change_nothing(small_tiles, num_splits, most_queries):
             assert error < LIMITS[torch.float32], f"seed {seed}: {error:.1e}"
 
 
+def test_a_window_as_wide_as_a_tile(small_tiles):
+    """Three queries of a tile see 18 slots between them: two turns of the loop."""
+    batch = Batch(4, torch.float32, NAN, lengths=([9], [60]))
+    batch.window = 16
+    assert batch.per_kv == 5
+    assert max(batch.errors(triton_launch.attend)) < LIMITS[torch.float32]
+
+
 def test_splits_in_bfloat16(small_tiles):
     batch = Batch(12, torch.bfloat16, NAN)
     assert batch.kind == "decodes" and max(batch.seq_lens) > 64
