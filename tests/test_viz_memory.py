@@ -392,6 +392,23 @@ def test_the_strip_is_drawn_as_it_says():
         assert len({to_hex(point) for point in held}) == 2  # a pattern, not a plain tint
 
 
+def test_a_highlighted_request_has_one_colour_in_all_strips():
+    other = ("b a a .", "b . . c", "b b b c")
+    plain = [strips.strip_of(recording(*rows), 4, 3) for rows in (ROWS, other)]
+    numbers = [strip.names.index("b") for strip in plain]
+
+    def points(drawn):
+        return [
+            {to_hex(p) for p in strip.image[(strip.owners == number) & (strip.states == 0)]}
+            for strip, number in zip(drawn, numbers, strict=True)
+        ]
+
+    assert points(plain)[0] != points(plain)[1]  # alone, each chooses its own
+    _, lit = strips.memory_strips([("", recording(*ROWS)), ("", recording(*other))], highlight="b")
+    first, second = points(lit)
+    assert first == second and len(first) == 1
+
+
 def test_the_pixels_of_the_saved_picture_are_the_strips(tmp_path):
     from PIL import Image
 

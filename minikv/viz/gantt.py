@@ -217,9 +217,9 @@ def pool_over_time(times, reports, *, title="The pool over time"):
     return card, shares
 
 
-def curves(series, *, title, xlabel, ylabel, log=False, mark=None):
+def curves(series, *, title, xlabel, ylabel, log=False, mark=None, powers_of_two=False):
     """Lines with marks, each named at its legend. series: {name: [(x, y)]}. mark: (x, text), a
-    vertical line. Returns (figure, series)."""
+    vertical line. powers_of_two: x is spaced, and labelled, in these. Returns (figure, series)."""
     listed = "; ".join(f"{name}: {len(points)} points" for name, points in series.items())
     alt = f"{title}: {ylabel} over {xlabel}. {listed}."
     card, ax = figure(7.2, 3.2, alt=alt)
@@ -232,6 +232,9 @@ def curves(series, *, title, xlabel, ylabel, log=False, mark=None):
             ax.text(mark[0], 1.01, mark[1], transform=ax.get_xaxis_transform(), ha="center",
                     va="bottom", fontsize=8, color=MUTED)  # fmt: skip
         ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+        if powers_of_two:
+            ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter("{x:,.0f}")
         if log:
             ax.set_yscale("log")
         else:

@@ -54,7 +54,8 @@ def memory_strip(recording, *, title="The memory over time", highlight=()):
 def memory_strips(recordings, *, highlight=()):
     """Strips above each other over one time axis, [(title, recording)]. In the margin above each,
     the requests that were refused at their first attempt, in two lanes: the sum of the free slots
-    was enough, and was not. highlight: ids of requests; where given, all others are grey.
+    was enough, and was not. highlight: ids of requests; where given, all others are grey, and these
+    look the same in all strips.
 
     Returns (figure, [Strip of each]). Raises ValueError for a recording without a moment.
     """
@@ -67,7 +68,9 @@ def memory_strips(recordings, *, highlight=()):
     options = {"squeeze": False, "sharex": True}
     size = (8, 1.0 + (HEIGHT + 0.5) * len(recordings))
     card, axes = figure(*size, rows=len(recordings), **options)
-    strips, runs = [], []
+    strips, runs, shared = [], [], {}
+    for _, recording in recordings if highlight else ():
+        shared = colours_of(recording.moments) | shared
     with look():
         for ax, (title, recording) in zip(axes.flat, recordings, strict=True):
             ax.set(xlim=(start, end), ylim=(0, recording.moments[0].num_slots))
@@ -84,7 +87,8 @@ def memory_strips(recordings, *, highlight=()):
         for ax, (_, recording) in zip(axes.flat, recordings, strict=True):
             box = ax.get_window_extent()
             shape = [round(inches * DPI / card.dpi) for inches in (box.height, box.width)]
-            strip = strip_of(recording, *shape, start=start, end=end, highlight=highlight)
+            options = {"highlight": highlight, "colours": shared}
+            strip = strip_of(recording, *shape, start=start, end=end, **options)
             extent = (start, end, 0, recording.moments[0].num_slots)
             ax.imshow(strip.image, origin="lower", extent=extent, aspect="auto",
                       interpolation="nearest")  # fmt: skip
@@ -97,14 +101,17 @@ def memory_strips(recordings, *, highlight=()):
     return card, strips
 
 
-def strip_of(recording, height, width, *, start=None, end=None, highlight=()) -> Strip:
+def strip_of(
+    recording, height, width, *, start=None, end=None, highlight=(), colours=None
+) -> Strip:
     """A strip of height x width points; a moment is shown until the next one. After the last
-    one, and before the first, there is nothing: all is free."""
+    one, and before the first, there is nothing: all is free. colours: {request_id: colour};
+    default colours_of its moments."""
     moments = list(recording.moments)
     num_slots = moments[0].num_slots
     start = moments[0].time_s if start is None else start
     end = moments[-1].time_s if end is None else end
-    colours = colours_of(moments)
+    colours = colours or colours_of(moments)
     if highlight:
         colours = {name: of if name in highlight else DIMMED for name, of in colours.items()}
     index = owner_index(moments)
