@@ -203,7 +203,8 @@ card
 # %% [markdown]
 # The free memory climbs, the largest gap does not follow. The two lines part, and the marks between
 # them are requests that the upper line promises room and the lower one denies it. Near the right
-# end most of the pool is free, and still the next document waits. How about the whole hour?
+# end most of the pool is free, and still the next document waits. (With a running kernel,
+# `viz.memory_player(minute)` plays these seconds.) How about the whole hour?
 
 # %% whole-hour
 moments = hour.memory.moments
@@ -227,7 +228,8 @@ card
 ends, made = (np.array(c) for c in zip(*((s.end, s.num_seqs) for s in hour.core.metrics.steps), strict=True))
 tokens_per_s = np.diff(np.interp(times, ends, made.cumsum()), append=np.nan) / np.diff(times, append=np.nan)
 waits = needed > largest
-print(f"somebody waits {waits.mean():.0%} of the time, though the sum is enough {(waits & (needed <= free)).mean():.0%}")
+enough_free = waits & (needed <= free)
+print(f"somebody waits {waits.mean():.0%} of the time, though the sum is enough {enough_free.mean():.0%}")
 print("free        of the time   running   tokens/s")
 for low in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5):
     here = waits & (free >= low * NUM_SLOTS) & ((free < (low + 0.1) * NUM_SLOTS) | (low == 0.5))
@@ -255,7 +257,8 @@ assert hour.core.manager.allocator.largest_free_extent == NUM_SLOTS
 # %% too-little
 enough = [r for r in refusals if enough_in_sum(r)]
 shares = np.array([r.free_slots for r in enough]) / NUM_SLOTS
-print(f"refused: {len(refusals):,}; the sum was enough for {len(enough):,}, too little for {len(refusals) - len(enough):,}")
+print(f"refused: {len(refusals):,}; the sum was enough for {len(enough):,}, "
+      f"too little for {len(refusals) - len(enough):,}")
 print(f"free when the sum was enough: median {np.median(shares):.0%}, largest {shares.max():.0%}")
 
 # %% [markdown]
@@ -307,12 +310,14 @@ for name, run in twenty.items():
 print("slabs leave", NUM_SLOTS % 2048, "slots over, which is less than one slab")
 
 # %% [markdown]
-# - Better kernels empty the pool sooner, and spread the same refusals thinner. It still happens.
+# *Enough*: those whose need was at most the sum. *Median, most*: what was free then.
+#
+# - Kernels that nobody can build empty the pool sooner, so that fewer meet. It still happens.
 # - With half the traffic hardly anyone is refused, and nearly everyone who is sees half an empty
-#   pool. Low load is no protection for a *long* request.
+#   pool. Low load does not protect a *long* request.
 # - Chats are all short beside the pool. Each finds some gap before much has gathered.
-# - Slabs of one length never leave a gap that is too short, except the remainder at the end. They
-#   pay inside instead, and serve the fewest.
+# - Slabs of one length leave no gap that is too short, except the remainder at the end. They pay
+#   inside instead, and serve the fewest.
 #
 # So it takes extents of **different lengths**, that end in **another order** than they came, and
 # requests that need much of the pool. *On the board: leak and kernel are out.*
@@ -326,7 +331,7 @@ print("slabs leave", NUM_SLOTS % 2048, "slots over, which is less than one slab"
 # | **rounding** | the allocator's own addition | another allocator |
 # | **external** | nobody's, in pieces too short | adjacency, or doing without it |
 #
-# Here are all four, in two minutes of the server that made them famous: OPT-13B on an A100, chats,
+# Here are all four, in a minute of the server that made them famous: OPT-13B on an A100, chats,
 # and a buddy allocator, which hands out powers of two (Kwon et al. 2023).
 
 # %% strips
@@ -352,7 +357,8 @@ measured = {}
 for policy in ("max", "pow2", "exact", "first_fit_exact"):
     measured[policy] = fig2_run(policy, duration_s=1200, warmup_s=300, report_every=40)
     paper = {name: f"({value:.1f})" for name, value in FIG2_PAPER.get(policy, {}).items()}
-    print(f"{policy:18}" + "".join(f"{x:7.1f} {paper.get(name, ''):>6}" for name, x in measured[policy].shares.items()))
+    shares = measured[policy].shares
+    print(f"{policy:18}" + "".join(f"{x:7.1f} {paper.get(name, ''):>6}" for name, x in shares.items()))
 print(f"of exact's external: {measured['exact'].report.rounding / NUM_SLOTS:.0%} of the pool is the buddy's rounding")
 
 # %% [markdown]
@@ -413,7 +419,7 @@ many = serve(extents(max_model_len=2048), alpaca(rate=60.0), seconds=180)  # sho
 
 def gaps_and_extents(memory):
     settled = [m for m in memory.moments if m.time_s > 60]
-    return (np.mean([len(part) for part in parts]) for parts in zip(*((m.owners, m.free) for m in settled), strict=True))
+    return np.mean([(len(m.owners), len(m.free)) for m in settled], axis=0)
 
 
 print("             extents   gaps   gaps ÷ extents")
@@ -468,8 +474,9 @@ def growth_row(name, run):
     copying = 2 * m.num_moved_blocks * m.block_size * run.runner.step_time.s_per_kv_token
     useful = sum(r.num_tokens for r in run.requests if r.num_output_tokens)
     again = max(0, sum(step.num_tokens for step in run.core.metrics.steps) / useful - 1)
-    print(f"{name:20}{m.num_relocations / len(run.requests):6.0f}{copying / run.clock.now():9.1%}{s['num_preemptions']:11,}"
-          f"{again:8.0%}{s['p50_ttft_ms'] / 1e3:9.1f}{np.median(ms):8.0f}{np.percentile(ms, 99):6.0f}{ms.max():8,.0f}")
+    print(f"{name:20}{m.num_relocations / len(run.requests):6.0f}{copying / run.clock.now():9.1%}"
+          f"{s['num_preemptions']:11,}{again:8.0%}{s['p50_ttft_ms'] / 1e3:9.1f}"
+          f"{np.median(ms):8.0f}{np.percentile(ms, 99):6.0f}{ms.max():8,.0f}")
 
 
 HEAD_5 = f"{'ten minutes':20} moves  copying  preempted   again  TTFT, s  ITL, ms  p99     max"
@@ -480,13 +487,15 @@ for size in (1, 4, 16):
 print(HEAD_5)
 for name, run in grown.items():
     growth_row(name, run)
+    pause = {r: max(np.diff(run.core.metrics.token_times(r)), default=0) for r in run.requests}
+    assert name == "exact" or max(pause, key=pause.get).num_preemptions > 0  # whose was the longest
 
 # %% [markdown]
 # Read it in three steps. *Moves* are per request: with small blocks dozens, with blocks of 16 still a
 # dozen. Each growth needs the next block, and there stands a neighbour, who will need his next block
 # in a moment. *Copying*, though, takes a few percent at most. What hurts is *preempted*: who finds no
-# gap for his grown self sends the last one in line back to the queue, to be computed *again*. In the
-# longest pause between two tokens somebody was thrown out and waited.
+# gap for his grown self sends the request admitted last back to the queue, to be computed *again*. (That
+# is what the longest pauses between two tokens are.)
 #
 # And look at what growing gains: hardly any wait for the first token, where `exact` holds slots for
 # tokens that come much later.
@@ -506,20 +515,24 @@ card
 # > growing hurt, always or in bursts?
 
 # %% latency-over-time
-def slowest(run, width=30):
+def p99_by_time(run, width=30):
     when, gap = token_gaps(run)
     return [(t, 1e3 * np.percentile(gap[(when >= t) & (when < t + width)], 99)) for t in range(60, 600, width)]
 
 
-series = {name: slowest(grown[name]) for name in ("exact", "grow, blocks of 1", "grow, blocks of 16")}
+series = {name: p99_by_time(grown[name]) for name in ("exact", "grow, blocks of 1", "grow, blocks of 16")}
 card, drawn = gantt.curves(
     series, title="Time between tokens, p99 of each half minute", xlabel="seconds", ylabel="ms"
 )
-assert len(drawn["exact"]) == 18
+by_pause = [t for t, _ in sorted(drawn["grow, blocks of 16"], key=lambda point: point[1])]
+for name, half_minutes in (("calmest", by_pause[:3]), ("worst", by_pause[-3:])):
+    seen = [m.free_slots for t in half_minutes for m in run.memory.between(t, t + 30).moments]
+    print(f"blocks of 16, the {name} three: on average {np.mean(seen) / NUM_SLOTS:.0%} of the pool is free")
 card
 
 # %% [markdown]
-# In bursts, whenever the pool is nearly full. Until then growing costs next to nothing.
+# In bursts, when the pool fills up. But look: at its worst a quarter is still *free*. Who was thrown
+# out, was thrown out for a neighbour in the way.
 #
 # Moves are real, by the way. A small random model, on tensors, in a pool so tight that requests have
 # to move and to step back:
@@ -527,10 +540,12 @@ card
 # %% real-moves
 def answers(reserve):
     manager = partial(ContiguousKVCacheManager, reserve=reserve)
-    llm = LLM("tiny", dtype="float32", block_size=2, num_gpu_blocks_override=40, max_model_len=64, kv_cache_manager=manager)
+    pool = {"block_size": 2, "num_gpu_blocks_override": 40, "max_model_len": 64}
+    llm = LLM("tiny", dtype="float32", kv_cache_manager=manager, **pool)
     prompts = [[5 * i + j + 1 for j in range(3 + 2 * i)] for i in range(6)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=14, ignore_eos=True), use_tqdm=False)
-    return [o.outputs[0].token_ids for o in outputs], llm.manager.num_moved_blocks, llm.core.scheduler.num_preemptions
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    return tokens, llm.manager.num_moved_blocks, llm.core.scheduler.num_preemptions
 
 
 slab, grow = answers("max"), answers("grow")
@@ -541,7 +556,8 @@ print("the same", sum(map(len, grow[0])), "tokens;", grow[1], "blocks were copie
 # ## 6. Compaction
 #
 # If adjacency is what is missing, make some: slide all extents together, and all gaps are one. Why
-# does hardly any server do it? "Too expensive", one hears.
+# does hardly any server do it? The paper calls it "impractical due to the massive KV cache" (section
+# 3.1), and it is often repeated.
 #
 # > **Predict.** What does it cost at most, on the paper's A100? The pool has 12.9 GB; memory moves
 # > 1.555 TB/s. Compare it with one decode step.
@@ -549,7 +565,8 @@ print("the same", sum(map(len, grow[0])), "tokens;", grow[1], "blocks were copie
 # %% price
 pool_bytes = NUM_SLOTS * per_token
 print(f"the whole pool, read and written once: {2 * pool_bytes / bandwidth * 1e3:.1f} ms")
-print(f"a decode step reads {a100.model.parameter_bytes / 1e9:.1f} GB of weights: {a100.model.parameter_bytes / bandwidth * 1e3:.1f} ms, and more with K and V")
+weights = a100.model.parameter_bytes
+print(f"a decode step reads {weights / 1e9:.1f} GB of weights: {weights / bandwidth * 1e3:.1f} ms, and K and V")
 
 # %% [markdown]
 # One decode step. Is a copy in pieces as fast as that? We move the extents of our case, on this
@@ -582,8 +599,15 @@ print(f"the pool in one go: {whole * 1e3:.0f} ms; its held {held:.0%}, in {len(p
 del old, new
 
 # %% [markdown]
-# Large pieces cost what their bytes cost. Now let it run: when a request is refused though the sum is
-# enough, compact, and ask again. The copies are charged to the step.
+# Large pieces cost what their bytes cost. The manager knows how; nothing is copied yet in here, only
+# addresses change, and the runner gets a list of copies:
+
+# %% show-compact
+show(ContiguousKVCacheManager.compact)
+
+# %% [markdown]
+# Now let it run: when a request is refused though the sum is enough, compact, and ask again. The
+# copies are charged to the step.
 
 # %% compacting
 class Compacting(ContiguousKVCacheManager):
@@ -602,10 +626,11 @@ class Compacting(ContiguousKVCacheManager):
 
 # %% compacted-hour
 packed = serve(extents(of=Compacting), every_s=60)
-m, s = packed.core.manager, packed.summary()
-pause = 2 * step_time.s_per_kv_token * m.num_moved_tokens / m.num_compactions
-print(f"{m.num_compactions:,} compactions, one every {3600 / m.num_compactions:.0f} s; each moves {m.num_moved_tokens / m.num_compactions:,.0f} tokens in {pause * 1e3:.1f} ms")
-print(f"together {pause * m.num_compactions:.1f} s of an hour, {pause * m.num_compactions / 3600:.2%}")
+count = packed.core.manager.num_compactions
+tokens = packed.core.manager.num_moved_tokens / count
+pause = 2 * step_time.s_per_kv_token * tokens
+print(f"{count:,} compactions, one every {3600 / count:.0f} s; each moves {tokens:,.0f} tokens in {pause * 1e3:.1f} ms")
+print(f"together {pause * count:.1f} s of an hour, {pause * count / 3600:.2%}")
 print("                  p50 TTFT  p99 TTFT  p50 ITL  p99 ITL  tokens/s")
 for name, s in (("as it was", summary), ("with compaction", packed.summary())):
     print(f"{name:16} {s['p50_ttft_ms'] / 1e3:7.2f} s {s['p99_ttft_ms'] / 1e3:7.0f} s"
@@ -615,7 +640,7 @@ for name, s in (("as it was", summary), ("with compaction", packed.summary())):
 # Compare that with your guess. A fraction of a percent of the time, pauses of a quarter of a step, and
 # the wait for the first token falls from many seconds to hardly anything, at the median. *That is the
 # conviction.* Same memory, same kernels, same traffic; only the gaps are gone, and with them the
-# wait. And it is not what folklore says.
+# wait. And the massive KV cache was no obstacle.
 #
 # So what is wrong with it? The cure was tried on `exact`, which knows the future. We try it on those
 # who do not.
@@ -651,14 +676,15 @@ for title, (how, load, plain) in tries.items():
     plain = plain or serve(extents(of=brake(ContiguousKVCacheManager), **how), **load)
     for name, run in (("", plain), (" + compaction", serve(extents(of=brake(Compacting), **how), **load))):
         s, count = run.summary(), getattr(run.core.manager, "num_compactions", 0)
-        print(f"{title + name:36}{count:11,}{s['num_preemptions']:11,}{s['p50_ttft_ms'] / 1e3:9.1f}{s['p99_ttft_ms'] / 1e3:7.1f}"
-              f"{s['p99_itl_ms']:13.0f}{s['output_throughput']:10.0f}")
+        print(f"{title + name:36}{count:11,}{s['num_preemptions']:11,}{s['p50_ttft_ms'] / 1e3:9.1f}"
+              f"{s['p99_ttft_ms'] / 1e3:7.1f}{s['p99_itl_ms']:13.0f}{s['output_throughput']:10.0f}")
 
 # %% [markdown]
 # `pow2` gains as `exact` did. `grow` gains everything at the lower rate. At the higher one it breaks
 # down: ten compactions a second, five times the preemptions, fewer tokens than without. The gaps had
 # been a brake. Compacted, the pool takes in newcomers until no slot is free, and then nobody can grow:
-# each compaction buys room for a few tokens, and growth undoes it at once.
+# each compaction buys room for a few tokens, and growth undoes it at once. (So it is with two more
+# seeds.) <!-- source: the same cell with seeds 1 and 2: 579 and 564 tokens/s without, 496 and 445 with -->
 #
 # A real brake cures that: hardly anyone steps back, and growing makes more tokens than `exact` does,
 # which knows every length. So our runs *acquit compaction*. It is affordable, and where lengths are
@@ -668,7 +694,8 @@ for title, (how, load, plain) in tries.items():
 #   wastes, by far the most, lies inside.
 # - It must never stop. Every few seconds the pool is in pieces again.
 # - It treats the symptom. If a request did not have to lie in one piece, there would be nothing to
-#   slide, nothing to relocate, and, as chapter 07 shows, two requests could even share a piece.
+#   slide or to relocate, and two requests could even share a piece. That is the paper's second reason,
+#   and the better one.
 #
 # (And what our loop gives for free costs engineering elsewhere: every kernel, every GPU of a group
 # and every prepared launch must learn of the new addresses at once. No run of ours shows that.)
@@ -711,8 +738,9 @@ for kind in (Scheduler, StaticScheduler):
 # > did the 26 slots suffice for two?
 
 # %% padded-need
-row = len(A) + 6 - 1
-print(f"alone {len(A) + 3 - 1} and {len(B) + 6 - 1} slots; as rows {row} each, {2 * row} of {11 + 10 + 5} free; the largest gap has 11")
+row_slots = len(A) + 6 - 1
+print(f"alone {len(A) + 3 - 1} and {len(B) + 6 - 1} slots; as rows {row_slots} each")
+print(f"{2 * row_slots} of {11 + 10 + 5} free slots; the largest gap has 11")
 
 # %% [markdown]
 # So no two rows fit, and the batch is A alone. Padding does not only fill memory: it makes every
@@ -738,7 +766,8 @@ with_enough = np.array([enough_in_sum(r) for r in refusals])
 print("slots needed    requests   refused   though the sum was enough")
 for low, high in ((0, 500), (500, 1000), (1000, 2000), (2000, 4000), (4000, 8000)):
     all_of_it, here = ((n >= low) & (n < high) for n in (needs, refused_need))
-    print(f"{low:5,} to {high:5,} {all_of_it.sum():8,} {here.sum() / all_of_it.sum():10.0%} {(here & with_enough).sum():12}")
+    share = here.sum() / all_of_it.sum()
+    print(f"{low:5,} to {high:5,} {all_of_it.sum():8,} {share:10.0%} {(here & with_enough).sum():12}")
 
 # %% [markdown]
 # An average hides it: the long ones are nearly always refused.
@@ -756,7 +785,8 @@ alarms = {
 }
 print("alarm                            rings   of the waiting seen   of the rings right")
 for name, rings in alarms.items():
-    print(f"{name:31} {rings.mean():6.0%} {(rings & waits).sum() / waits.sum():16.0%} {(rings & waits).sum() / rings.sum():21.0%}")
+    both = (rings & waits).sum()
+    print(f"{name:31} {rings.mean():6.0%} {both / waits.sum():16.0%} {both / rings.sum():21.0%}")
 
 # %% [markdown]
 # - **Free memory** is asleep most of the time that people wait. Raise its threshold, and it still is
@@ -783,10 +813,11 @@ viz.fragmentation_lab()
 #   free, follows from the real allocator; all seconds are as good as the model.
 # - The pool is an A100's and the pace an H100's, chosen so that the service keeps up with its traffic.
 #   Traffic is made up: documents among questions. Chats show far less, as you saw.
-# - Everything was one seed. The commands named above play more.
+# - Nearly everything was one seed. The commands named above play more.
 # - First come, first served: a scheduler that lets short requests overtake would fill the gaps, and
 #   let the documents wait for ever. Chapter 06.
-# - A copy at full bandwidth assumes large pieces and a GPU with nothing else to do.
+# - A copy at full bandwidth assumes large pieces and a GPU with nothing else to do. We measured one on
+#   a CPU, and none on a GPU.
 #
 # ## What you have now
 #
@@ -800,7 +831,8 @@ viz.fragmentation_lab()
 # The exercises: `python -m minikv start 03`. The modules of `minikv` so far:
 
 # %% lines-so-far tags=["nbval-ignore-output"]
-parts = ("request", "specs", "metrics", "kv_cache/base", "kv_cache/extent_base", "kv_cache/extent_tree", "kv_cache/extents", "kv_cache/buddy",
-         "kv_cache/contiguous", "scheduler", "workloads", "core", "simulator", "model/loader", "model/tiny")  # fmt: skip
+parts = ("request", "specs", "metrics", "kv_cache/base", "kv_cache/extent_base", "kv_cache/extent_tree",
+         "kv_cache/extents", "kv_cache/buddy", "kv_cache/contiguous", "scheduler", "workloads", "core",
+         "simulator", "model/loader", "model/tiny")  # fmt: skip
 for part in viz.lines_of_minikv(parts):
     print(f"{part.name:23} {part.num_lines:4} lines  {part.about}")
