@@ -80,6 +80,15 @@ def test_a_sampled_token_without_a_block_is_drawn_outside_of_all_blocks():
     assert len([t for t in texts(card) if t in labels["a"]]) == 2 * 4 + 1
 
 
+def test_a_sampled_token_whose_block_is_there_is_not_drawn_in_the_pool():
+    core = scattered(num_steps=1)  # a: 3 tokens computed, the fourth sampled, one block of 4
+    snap, labels = pool.snapshot(core), tables.labels_of(core, lambda t: f"t{t}")
+    assert (snap.num_live["a"], len(labels["a"]), len(snap.tables["a"])) == (3, 4, 1)
+    card, _ = tables.block_table_map(snap, {"a": ("p", "q", "r", "sampled")})
+    shown = ["sampled" if t.startswith("sampl") else t for t in texts(card)]
+    assert (shown.count("r"), shown.count("sampled"), shown.count("none")) == (2, 1, 0)
+
+
 def test_a_map_without_requests_or_of_unknown_ones_is_refused():
     snap = pool.snapshot(scattered())
     with pytest.raises(ValueError, match="no table to draw"):
