@@ -8,6 +8,10 @@ request has written so far. So no model code is ours, and no keys or values live
 The pool: one tensor per layer, [2 (K, V), num_blocks + 1, num_kv_heads, block_size, head_dim].
 Rows of one block and head lie together: block_size x head_dim numbers to read in one go. The last
 block belongs to no manager: it pads short block tables and stays zero.
+
+Other orders were measured (SmolLM2's shape in bf16, 16 and 32 sequences of 240 and 1,000 tokens, on
+a CPU): with heads inside slots, gather takes twice as long or more; with K beside V in each block
+it takes the same. Reading in place, no order is faster than another by more than the noise, 6%.
 """
 
 from collections.abc import Callable
