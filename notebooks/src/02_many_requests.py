@@ -278,7 +278,8 @@ show(EngineCore.step)
 
 # %% both
 def serve(batching):
-    llm = LLM(loaded, batching=batching, max_num_seqs=PLACES, max_model_len=64)
+    slabs = {"kv_cache_manager": ContiguousKVCacheManager, "max_model_len": 64}
+    llm = LLM(loaded, batching=batching, max_num_seqs=PLACES, **slabs)
     recorder, answers = gantt.record(llm.core), {}
     for name, ids in prompts.items():
         params = SamplingParams(max_tokens=num_output[name], ignore_eos=True)
@@ -429,7 +430,8 @@ def engine_and_simulator(seed, places, count=6):
     sizes = np.random.default_rng(seed).integers(3, 13, count).tolist()
     cores = []
     for _ in range(2):
-        engine = LLM(loaded, max_num_seqs=places, max_model_len=64)
+        slabs = {"kv_cache_manager": ContiguousKVCacheManager, "max_model_len": 64}
+        engine = LLM(loaded, max_num_seqs=places, **slabs)
         for size in sizes:
             engine.add_request([START] * size, SamplingParams(max_tokens=size, ignore_eos=True))
         while engine.has_unfinished_requests():
