@@ -226,7 +226,7 @@ def describe_5_1(query, pool, table, seq_len, scaling):
     _, rows, num_kv_heads, block_size, head_dim = pool.shape
     return (
         f"block_table = {table}, seq_len = {seq_len}, block_size = {block_size}, block {rows - 1} is padding; query heads: {len(query)}, "
-        f"kv heads: {num_kv_heads}, head_dim = {head_dim}"
+        f"kv heads: {num_kv_heads}, head_dim = {head_dim}; unwritten slots hold {pool[0, -1, 0, 0, 0]:,.0f}"
     )
 
 # %% pools-5-1-b jupyter={"source_hidden": true}
@@ -253,6 +253,7 @@ SLEEPING = (  # said of exercises 5.1 and 5.3; the keys of slips_5_1
     ("first head", "Only the first kv head was read: each group of query heads has its own."),
     ("unscaled", "The scores are to be multiplied by scaling."),
     ("unscaled twice", "scaling was used twice."),
+    ("own scaling", "Use the scaling that was given: a model may set it to something else than 1 / sqrt(head_dim)."),
     ("raw", "The weights have to add up to 1: divide by their sum."),
     ("measured", "The weights have to add up to 1: divide by their sum. "),
 )  # fmt: skip
@@ -272,7 +273,7 @@ def slips_5_1(query, pool, table, seq_len, scaling):
     grouped = query.view(-1, num_kv_heads, head_dim).transpose(0, 1).reshape(query.shape)
     inter = plain(grouped, kv, scaling).view(num_kv_heads, -1, head_dim).transpose(0, 1).reshape(query.shape)
     found = {key: plain(query, wrong, scaling) for key, wrong in wrong_kv.items()} | {"interleaved": inter}
-    found |= {"measured": plain(query, kv, scaling, lambda scores: (scores - scores.amax(-1, keepdim=True)).exp()), "unscaled": plain(query, kv, 1.0), "unscaled twice": plain(query, kv, scaling**2), "raw": plain(query, kv, scaling, torch.exp)}
+    found |= {"own scaling": plain(query, kv, head_dim**-0.5), "measured": plain(query, kv, scaling, lambda scores: (scores - scores.amax(-1, keepdim=True)).exp()), "unscaled": plain(query, kv, 1.0), "unscaled twice": plain(query, kv, scaling**2), "raw": plain(query, kv, scaling, torch.exp)}
     return {said: found[key] for key, said in SLEEPING}
 
 # %% pools-5-1-c jupyter={"source_hidden": true}
@@ -596,7 +597,10 @@ def case_5_4(value, asked, num_tokens, computed, new, num_slots, window=None):
     first = position - window + 1
     seen = lambda first, last=position: (slot >= first) & (slot <= last)  # noqa: E731
     far = "A window of w slots counts the query's own: {}"
+    below = "position - window + 1 may be negative, and a negative index counts from the end: near the beginning a window starts at 0."
+    wrap = lambda first: causal & (slot >= torch.where(first < 0, (num_slots + first).clamp(min=0), first))  # noqa: E731
     slips = {
+        below: wrap(first), below + " ": wrap(first - 1),
         far.format("one slot too many is seen."): seen(first - 1), far.format("one slot too few is seen."): seen(first + 1),
         "Each query has a window of its own, which ends with it: the first row's window is not the last row's.": seen((computed + new - window) * torch.ones_like(row)),
         "Each query has a window of its own, which ends with it: the last row's window is not the first row's.": seen((computed - window + 1) * torch.ones_like(row)),
@@ -660,10 +664,14 @@ def case_5_5(value, asked, spec, seq_lens, block_size):
         | {"Gather copies whole blocks: the tail of the last one is moved as well.": 3 * live * token,
            "The copy is written, too, and attention then reads it: pool read, copy written, copy read.": held * token,
            "After the copy is written attention reads it: pool read, copy written, copy read.": 2 * held * token,
+           "Gather copies whole blocks: the tail of the last one is moved as well. ": 2 * live * token,
+           "Gather copies whole blocks: the tail of the last one is moved as well.  ": live * token,
            "Pool read, copy written, copy read: those are three, not four.": 4 * held * token},
         "tables": {"One table serves all layers: a block id means the same block in each layer's pool.": 4 * held // block_size * spec.num_layers,
-                   "A table has an entry for each block, not for each token.": 4 * live, "Each request's last block has an entry, too, be it full or not.": 4 * sum(s // block_size for s in seq_lens),
-                   "An entry takes 4 bytes.": held // block_size, "Each request reads its own table, not the longest of the batch.": 4 * n * cdiv(max(seq_lens), block_size)},
+                   "A table has an entry for each block, not for each token.": 4 * live, "A table has an entry for each block, not for each token. ": 4 * held,
+                   "Each request's last block has an entry, too, be it full or not.": 4 * sum(s // block_size for s in seq_lens),
+                   "Each request's last block has an entry, too, be it full or not. ": 4 * live / block_size,
+                   "No two requests share a block here: each has a last block of its own.": 4 * cdiv(live, block_size), "An entry takes 4 bytes.": held // block_size, "Each request reads its own table, not the longest of the batch.": 4 * n * cdiv(max(seq_lens), block_size)},
     }  # fmt: skip
     exact = lambda parts: {key: torch.tensor(float(part), dtype=torch.float64) for key, part in parts.items()}  # noqa: E731
     return asked, got, exact(wanted), {part: exact(wrong) for part, wrong in slips.items()}

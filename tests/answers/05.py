@@ -136,6 +136,15 @@ def gather_attention(query, pool, block_table, seq_len, scaling):
     return ((grouped @ keys.mT).softmax(-1) @ values).reshape(query.shape)
 
 
+# %% ex-5-1 wrong: the usual scaling, not the given one
+# says: a model may set it to something else
+def gather_attention(query, pool, block_table, seq_len, scaling):
+    keys, values = pool[:, block_table].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    grouped = query.view(len(keys), -1, query.shape[-1])
+    weights = (grouped @ keys.mT / math.sqrt(query.shape[-1])).softmax(-1)
+    return (weights @ values).reshape(query.shape)
+
+
 # %% ex-5-1 wrong: weights that do not add up to 1
 # says: divide by their sum
 def gather_attention(query, pool, block_table, seq_len, scaling):
@@ -981,6 +990,17 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
     return group.bias(num_slots, window, torch.float32)[0, 0, 0] == 0
 
 
+# %% ex-5-4-b wrong: a slice that ends below 0
+# says: a negative index counts from the end
+def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, window):
+    mask = torch.zeros(num_new_tokens, num_slots)
+    for i in range(num_new_tokens):
+        position = num_computed_tokens + i
+        mask[i, : position + 1] = 1
+        mask[i, : position - window + 1] = 0
+    return mask
+
+
 # %% ex-5-4-b wrong: one too many
 # says: one slot too many is seen
 def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, window):
@@ -1226,6 +1246,15 @@ def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
     return spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * sum(n // block_size for n in seq_lens)
+
+
+# %% ex-5-5 wrong: entries of all contexts together
+# says: each has a last block of its own
+def step_bytes(spec, seq_lens, block_size):
+    token = spec.kv_bytes_per_token
+    held = sum(cdiv(n, block_size) for n in seq_lens) * block_size
+    tables = 4 * cdiv(sum(seq_lens), block_size)
+    return spec.parameter_bytes, sum(seq_lens) * token, 3 * held * token, tables
 
 
 # %% ex-5-5 wrong: one sum of all
