@@ -167,7 +167,7 @@ def text(value):
     more = f", ... {len(flat)} numbers" if len(flat) > 8 else ""
     return f"[{', '.join(f'{number:.4g}' for number in flat[:8])}{more}]"
 
-
+# %% explain-b jupyter={"source_hidden": true}
 def explain(cases):
     """Raises unless every case is right; names the slip that gives what all cases gave, if any.
 
@@ -258,7 +258,7 @@ SLEEPING = (  # said of exercises 5.1 and 5.3; the keys of slips_5_1
     ("measured", "The weights have to add up to 1: divide by their sum. "),
 )  # fmt: skip
 
-
+# %% pools-5-1-d jupyter={"source_hidden": true}
 def slips_5_1(query, pool, table, seq_len, scaling):
     """The usual wrong outputs that both ways of reading share, by the keys of SLEEPING."""
     _, rows, num_kv_heads, block_size, head_dim = pool.shape
@@ -433,7 +433,7 @@ def case_merged(value, asked, one, other):
         "mixed": {once if said == forgotten else said: parts["mixed"] for said, parts in slips.items()} | only_mixed,
     }  # fmt: skip
 
-
+# %% states-5-2-d jupyter={"source_hidden": true}
 def describe_merged(one, other):
     return "\n".join(f"{name} = ({', '.join(f'{part} {text(value)}' for part, value in zip(STATE, state, strict=True))})" for name, state in (("one", one), ("other", other)))
 
@@ -498,7 +498,7 @@ def blockwise(query, pool, table, seq_len, scaling, join):
         states.append((largest, weights.sum(-1, keepdim=True), weights @ values))
     return join(states).reshape(query.shape)
 
-
+# %% whole-5-3-c jupyter={"source_hidden": true}
 def case_5_3(value, asked, query, pool, table, seq_len, scaling):
     got = tensor(value, query.shape, "online_attention must return a tensor")
     args = query, pool, table, seq_len, scaling
@@ -525,7 +525,7 @@ def case_5_3(value, asked, query, pool, table, seq_len, scaling):
         **slips_5_1(*args),
     }}  # fmt: skip
 
-
+# %% whole-5-3-d jupyter={"source_hidden": true}
 def running(states, total=1, mixed=1):
     """Running sums; each shrinks when a larger score comes (1), stays as it is (0) or grows (-1)."""
     largest, t, m = states[0]
@@ -613,7 +613,7 @@ def case_5_4(value, asked, num_tokens, computed, new, num_slots, window=None):
     }  # fmt: skip
     return asked, {"mask": got}, {"mask": seen(first)}, {"mask": slips | {said: mask & (slot >= first) for said, mask in base.items()}}
 
-
+# %% masks-5-4-c jupyter={"source_hidden": true}
 def inputs_5_4(windows=(None,)):
     """(num_tokens, num_computed_tokens, num_new_tokens, num_slots[, window]), small ones first."""
     small = [(3, 1, 1, 4), (2, 0, 1, 2), (5, 2, 2, 6), (7, 3, 3, 8), (4, 0, 4, 4), (9, 8, 1, 12), (9, 4, 5, 12), (6, 0, 3, 6)]
@@ -634,7 +634,7 @@ def spec_text(spec, seq_lens, block_size):
     heads = f"{spec.num_query_heads} query heads, {spec.num_kv_heads} kv heads, head_dim {spec.head_dim}, {spec.dtype}"
     return f"seq_lens = {seq_lens}, block_size = {block_size}; {spec.name}: {spec.num_layers} layers, {heads}, {spec.num_parameters:,} parameters"
 
-
+# %% bytes-5-5-c jupyter={"source_hidden": true}
 def case_5_5(value, asked, spec, seq_lens, block_size):
     got = numbers(value, READ, f"step_bytes must return {len(READ)} numbers, ({', '.join(READ)})")
     token, W, n = spec.kv_bytes_per_token, spec.parameter_bytes, len(seq_lens)

@@ -1,4 +1,4 @@
-# ruff: noqa: F811, F821
+# ruff: noqa: B905, F811, F821, RUF059
 # Kept answers to the exercises of chapter 05; `python -m minikv check --audit 05` runs them.
 
 # %% ex-5-1 right: slot by slot, then torch's own attention
@@ -197,12 +197,12 @@ def of_block(scores, values):
         largest.append(most)
         total.append(sum(weights))
         mixed.append([sum(w * v for w, v in zip(weights, column)) for column in values.T.tolist()])
-    return largest, total, mixed
+    return torch.tensor(largest), torch.tensor(total), torch.tensor(mixed)
 
 
 def merged(one, other):
     rows = []
-    for (la, ta, ma), (lb, tb, mb) in zip(zip(*map(torch.as_tensor, one)), zip(*map(torch.as_tensor, other))):
+    for (la, ta, ma), (lb, tb, mb) in zip(zip(*one), zip(*other)):
         if lb > la:
             (la, ta, ma), (lb, tb, mb) = (lb, tb, mb), (la, ta, ma)
         f = torch.exp(lb - la) if lb > -math.inf else 0.0
@@ -674,7 +674,7 @@ def online_attention(query, pool, block_table, seq_len, scaling):
         keys, values = pool[:, block_table[start // block_size], :, : seq_len - start]
         scores = grouped @ keys.mT
         new = largest.maximum(scores.amax(-1, keepdim=True))
-        shrink, weights = (largest - new).exp(), (scores - new).exp()
+        weights = (scores - new).exp()
         total = total + weights.sum(-1, keepdim=True)
         mixed = mixed + weights @ values
         largest = new
@@ -745,7 +745,7 @@ def online_attention(query, pool, block_table, seq_len, scaling):
         keys, values = pool[:, block_table[start // block_size], :, : seq_len - start]
         scores = grouped @ keys.mT
         new = scores.amax(-1, keepdim=True)
-        shrink, weights = (largest - new).exp(), (scores - new).exp()
+        weights = (scores - new).exp()
         total = weights.sum(-1, keepdim=True)
         mixed = weights @ values
         largest = new
@@ -1104,7 +1104,12 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 def step_bytes(spec, seq_lens, block_size):
     token = spec.kv_bytes_per_token
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.parameter_bytes, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.parameter_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 right: request by request, layer by layer
@@ -1125,7 +1130,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: kv heads repeated for the query heads
@@ -1133,7 +1143,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_query_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: one layer
@@ -1141,7 +1156,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: numbers, not bytes
@@ -1149,7 +1169,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.num_parameters,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: weights for each request
@@ -1157,7 +1182,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return len(seq_lens) * spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        len(seq_lens) * spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: weights for each layer
@@ -1165,7 +1195,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_layers * spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.num_layers * spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: the step's own token left out
@@ -1173,7 +1208,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(n - 1, block_size) for n in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, sum(n - 1 for n in seq_lens) * token, 3 * num_blocks * block_size * token, 4 * sum(cdiv(n, block_size) for n in seq_lens)
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(n - 1 for n in seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * sum(cdiv(n, block_size) for n in seq_lens),
+    )
 
 
 # %% ex-5-5 wrong: one slot for each request
@@ -1181,7 +1221,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, len(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        len(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: in place reads whole blocks
@@ -1189,7 +1234,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, num_blocks * block_size * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        num_blocks * block_size * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: as long as the longest
@@ -1197,7 +1247,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, len(seq_lens) * max(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        len(seq_lens) * max(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: gather without the tails
@@ -1205,7 +1260,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 3 * sum(seq_lens) * token, 4 * num_blocks
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * sum(seq_lens) * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: gather reads only
@@ -1213,7 +1273,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: gather reads and writes
@@ -1221,7 +1286,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 2 * num_blocks * block_size * token, 4 * num_blocks
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        2 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
 
 
 # %% ex-5-5 wrong: a table per layer
@@ -1229,7 +1299,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks * spec.num_layers
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks * spec.num_layers,
+    )
 
 
 # %% ex-5-5 wrong: an entry for each token
@@ -1237,7 +1312,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * sum(seq_lens)
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * sum(seq_lens),
+    )
 
 
 # %% ex-5-5 wrong: rounded down
@@ -1245,7 +1325,12 @@ def step_bytes(spec, seq_lens, block_size):
 def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
-    return spec.num_parameters * spec.dtype_bytes, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * sum(n // block_size for n in seq_lens)
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * sum(n // block_size for n in seq_lens),
+    )
 
 
 # %% ex-5-5 wrong: entries of all contexts together
