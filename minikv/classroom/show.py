@@ -1,8 +1,14 @@
 """`show(obj)`: the package's own source in a notebook, so that text and code cannot drift apart."""
 
+import html
 import inspect
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parents[1]
+# Colours inline, text and background both: a dark theme must not mix in its own.
+STYLE = "background:#f8f8f8;color:#24292f;padding:0.5em 1em;overflow-x:auto;font-size:90%"
 
 
 class Source:
@@ -18,11 +24,11 @@ class Source:
     def _repr_html_(self):
         from pygments import highlight
         from pygments.formatters import HtmlFormatter
-        from pygments.lexers import PythonLexer
+        from pygments.lexers import CppLexer, PythonLexer
 
-        # Colours inline, text and background both: a dark theme must not mix in its own.
-        style = "background:#f8f8f8;color:#24292f;padding:0.5em 1em;overflow-x:auto;font-size:90%"
-        formatter = HtmlFormatter(noclasses=True, cssstyles=style, wrapcode=True)
+        formatter = HtmlFormatter(noclasses=True, cssstyles=STYLE, wrapcode=True)
+        if self.where.endswith(".cpp"):
+            return highlight(f"// {self.where}\n{self.text}", CppLexer(), formatter)
         return highlight(repr(self), PythonLexer(), formatter)
 
 
@@ -40,5 +46,84 @@ def show(obj):
     if name.split(".")[0] != "minikv":
         called = getattr(target, "__qualname__", getattr(target, "__name__", repr(target)))
         raise ValueError(f"show() prints minikv's own source; {called} is defined in {name}")
-    path = Path(inspect.getsourcefile(target)).relative_to(Path(__file__).parents[2])
+    path = Path(inspect.getsourcefile(target)).relative_to(PACKAGE.parent)
     return Source(path.as_posix(), textwrap.dedent(inspect.getsource(target)).rstrip("\n"))
+
+
+def excerpt(path, first, last=None):
+    """Lines of one of the package's files, which need not be importable here, nor Python.
+
+    path: within `minikv`, as "model/kernels/cpu.cpp". first: a piece of the first line, which no
+    other line has. last: a piece of the last one, looked for from there on; None: that line alone.
+
+    Raises ValueError where the file, or such a line, is not there, or `first` is in several.
+    """
+    file = (PACKAGE / path).resolve()
+    if not file.is_relative_to(PACKAGE.resolve()) or not file.is_file():
+        raise ValueError(f"minikv has no file {path!r}")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    starts = [number for number, line in enumerate(lines) if first in line]
+    if len(starts) != 1:
+        raise ValueError(f"{len(starts)} lines of {path} contain {first!r}; it must be 1")
+    end = start = starts[0]
+    if last is not None:
+        while end < len(lines) and last not in lines[end]:
+            end += 1
+        if end == len(lines):
+            raise ValueError(f"no line of {path} contains {last!r} after {first!r}")
+    text = textwrap.dedent("\n".join(lines[start : end + 1]))
+    return Source(file.relative_to(PACKAGE.resolve().parent).as_posix(), text)
+
+
+class Pair(NamedTuple):
+    """What two excerpts do, in words, and the excerpts; "" where a file has nothing to say."""
+
+    what: str
+    left: str
+    right: str
+
+
+class Beside:
+    """Two files, line by line: a table in a notebook, plain text elsewhere."""
+
+    def __init__(self, names, pairs):
+        self.names, self.pairs = names, pairs
+
+    def __repr__(self):
+        texts = []
+        for pair in self.pairs:
+            lines = [f"-- {pair.what}"]
+            for name, text in zip(self.names, pair[1:], strict=True):
+                lines += [f"{name:>{max(map(len, self.names))}} | {x}" for x in text.splitlines()]
+            texts.append("\n".join(lines))
+        return "\n".join(texts)
+
+    def _repr_html_(self):
+        cell = "vertical-align:top;text-align:left;padding:0.4em 0.8em;border-top:1px solid #d0d7de"
+        code = "margin:0;background:transparent;color:#24292f;white-space:pre-wrap"
+        rows = [
+            "<tr>" + "".join(f'<th style="{cell}">{html.escape(n)}</th>' for n in ("", *self.names))
+        ]
+        for what, *texts in self.pairs:
+            shown = [f'<td style="{cell}">{html.escape(what)}</td>'] + [
+                f'<td style="{cell}"><pre style="{code}">{html.escape(text)}</pre></td>'
+                for text in texts
+            ]
+            rows.append("<tr>" + "".join(shown))
+        return f'<table style="{STYLE};border-collapse:collapse">{"".join(rows)}</table>'
+
+
+def beside(left, right, rows):
+    """Two files of the package beside each other. rows: (what it does, lines of left, lines of
+    right); lines are what `excerpt` takes, a piece of one line or (first, last), or None.
+
+    Raises ValueError as `excerpt` does: so no row can outlive the code that it quotes.
+    """
+    pairs = []
+    for what, *asked in rows:
+        texts = []
+        for path, lines in zip((left, right), asked, strict=True):
+            bounds = (lines,) if isinstance(lines, str) else lines
+            texts.append("" if lines is None else excerpt(path, *bounds).text)
+        pairs.append(Pair(what, *texts))
+    return Beside((Path(left).name, Path(right).name), pairs)

@@ -1,0 +1,122 @@
+"""Online softmax, block by block: what is known after each block, and what it was measured by."""
+
+import math
+from typing import NamedTuple
+
+from matplotlib.patches import Patch
+
+from minikv.viz.style import INK, MUTED, RULE, WHITE, colour, figure, look, tint
+
+GAP = 0.6  # slots between two blocks
+
+
+class SoftmaxState(NamedTuple):
+    """After some blocks: the largest score so far, what the earlier sum was multiplied by, the sum
+    of exp(score - largest), and that weight of each slot seen so far."""
+
+    largest: float
+    shrink: float
+    total: float
+    weights: tuple
+
+
+def softmax_states(blocks) -> list[SoftmaxState]:
+    """blocks: scores of each block's slots, -inf where the query may not look."""
+    largest, total, seen, states = -math.inf, 0.0, [], []
+    for scores in blocks:
+        new = max(largest, *scores)
+        reference = 0.0 if new == -math.inf else new
+        shrink = math.exp(largest - reference)
+        seen += scores
+        weights = tuple(math.exp(score - reference) for score in seen)
+        total = total * shrink + sum(weights[len(seen) - len(scores) :])
+        largest = new
+        states.append(SoftmaxState(largest, shrink, total, weights))
+    return states
+
+
+def online_softmax(blocks, *, title="Online softmax"):
+    """The scores of each block on top; below it one row for the state after each block, in which
+    the bars are weights relative to the largest score so far. Returns (figure, [SoftmaxState]).
+
+    blocks: as softmax_states takes them. Raises ValueError for none, or one without slots.
+    """
+    if not blocks or not all(len(scores) for scores in blocks):
+        raise ValueError(f"blocks {blocks!r}: there must be one, and each needs a slot")
+    states = softmax_states(blocks)
+    places = [
+        (index, slot, sum(map(len, blocks[:index])) + slot + GAP * index)
+        for index, scores in enumerate(blocks)
+        for slot in range(len(scores))
+    ]
+    alt = "; ".join(
+        f"after block {i}: largest {s.largest:g}, sum {s.total:.2f}" for i, s in enumerate(states)
+    )
+    card, axes = figure(
+        8, 1.7 + 1.0 * len(states), rows=1 + len(states), columns=1, sharex=True,
+        gridspec_kw={"height_ratios": [1.5] + [1] * len(states)}, alt=f"{title}: {alt}.",
+    )  # fmt: skip
+    with look():
+        _draw_scores(axes[0], blocks, places, states)
+        for index, (ax, state) in enumerate(zip(axes[1:], states, strict=True)):
+            _draw_state(ax, index, state, places)
+        axes[-1].set_xticks([x for *_, x in places], [str(i) for i in range(len(places))])
+        axes[-1].set_xlabel("position of the key")
+        axes[-1].set_xlim(-0.8, places[-1][2] + 4.1)
+        card.suptitle(title, x=0.012, ha="left", fontsize=10, weight="bold")
+        handles = [
+            Patch(facecolor=colour(0), edgecolor=INK, label="weight of this block's slots"),
+            Patch(facecolor=tint(colour(0), 0.35), edgecolor=INK, label="of earlier blocks'"),
+            Patch(facecolor=WHITE, edgecolor=MUTED, hatch="////", label="hidden by the mask"),
+        ]
+        hidden = any(score == -math.inf for scores in blocks for score in scores)
+        card.legend(handles=handles if hidden else handles[:2], loc="outside lower center", ncols=3)
+    return card, states
+
+
+def _draw_scores(ax, blocks, places, states):
+    finite = [score for scores in blocks for score in scores if score != -math.inf]
+    low, high = min([0.0, *finite]), max([1.0, *finite])
+    for index, slot, x in places:
+        score = blocks[index][slot]
+        if score == -math.inf:
+            style = {"facecolor": WHITE, "edgecolor": MUTED, "hatch": "////", "linewidth": 0.6}
+            ax.bar(x, high - low, 0.8, bottom=low, **style)
+        else:
+            ax.bar(x, score, 0.8, color=tint(INK, 0.3), edgecolor=INK, linewidth=0.6)
+            ax.text(
+                x,
+                max(score, 0) + (high - low) * 0.04,
+                f"{score:g}",
+                ha="center",
+                va="bottom",
+                fontsize=8,
+            )
+    for index, state in enumerate(states):
+        xs = [x for block, _, x in places if block == index]
+        span = (xs[0] - 0.5, xs[-1] + 0.5)
+        if state.largest != -math.inf:
+            ax.plot(span, [state.largest] * 2, color=colour(1), linewidth=2.4, zorder=3)
+        ax.text(sum(span) / 2, high + (high - low) * 0.28, f"block {index}", ha="center",
+                fontsize=8, color=MUTED)  # fmt: skip
+    ax.plot([], [], color=colour(1), linewidth=2.4, label="largest so far")
+    ax.legend(loc="center right")
+    ax.set_ylim(low, high + (high - low) * 0.5)
+    ax.set_ylabel("score")
+
+
+def _draw_state(ax, index, state, places):
+    for block, slot, x in places:
+        if block > index:
+            ax.bar(x, 1, 0.8, facecolor="none", edgecolor=RULE, linestyle=(0, (2, 2)))
+            continue
+        weight = state.weights[sum(b < block for b, *_ in places) + slot]
+        face = colour(0) if block == index else tint(colour(0), 0.35)
+        ax.bar(x, weight, 0.8, color=face, edgecolor=INK, linewidth=0.6)
+        shown = "0" if weight == 0 else f"{weight:.2f}"
+        ax.text(x, weight + 0.05, shown, ha="center", va="bottom", fontsize=7.5)
+    ax.set(ylim=(0, 1.45), yticks=(0, 1))
+    ax.set_ylabel(f"after\nblock {index}", rotation=0, ha="right", va="center")
+    largest = "none" if state.largest == -math.inf else f"{state.largest:g}"
+    said = f"largest {largest}\nearlier × {state.shrink:.2f}\nsum {state.total:.2f}"
+    ax.text(places[-1][2] + 0.9, 0.6, said, va="center", fontsize=8.5)
