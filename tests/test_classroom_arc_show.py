@@ -7,7 +7,7 @@ import pytest
 
 import minikv
 from minikv.classroom import arc
-from minikv.classroom.show import Source, show
+from minikv.classroom.show import Source, beside, excerpt, show
 
 
 def test_every_public_name_has_a_chapter():
@@ -83,6 +83,46 @@ def test_show_is_highlighted_and_always_the_same():
 def test_show_refuses_what_is_not_minikvs(value, error, said):
     with pytest.raises(error, match=said):
         show(value)
+
+
+ONLINE, TRITON = "model/kernels/online.py", "model/kernels/triton_paged.py"
+
+
+def test_an_excerpt_is_the_lines_asked_for_of_a_file_that_need_not_be_importable():
+    one = excerpt(TRITON, "in_reach = slot < end")
+    assert repr(one) == f"# minikv/{TRITON}\nin_reach = slot < end"  # dedented
+    several = excerpt(TRITON, "row_max = tl.full", "mixed = tl.zeros").text.splitlines()
+    assert [line.split(" = ")[0] for line in several] == ["row_max", "row_sum", "mixed"]
+    assert repr(excerpt("model/kernels/cpu.cpp", "struct bf16 {")).startswith("// minikv/model")
+    assert "cpu.cpp" in excerpt("model/kernels/cpu.cpp", "struct bf16 {")._repr_html_()
+
+
+@pytest.mark.parametrize(("path", "lines", "said"), [
+    ("model/nothing.py", ("x",), "no file 'model/nothing.py'"),
+    ("../pyproject.toml", ("name",), "no file"),
+    (ONLINE, ("no such line",), "0 lines of .* contain 'no such line'"),
+    (ONLINE, ("return ",), "lines of .* it must be 1"),
+    (ONLINE, ("def why_not", "def attend("), "no line of .* contains 'def attend.' after"),
+], ids=["no file", "outside", "no line", "several", "no end"])  # fmt: skip
+def test_an_excerpt_that_is_not_there_is_refused(path, lines, said):
+    with pytest.raises(ValueError, match=said):
+        excerpt(path, *lines)
+
+
+def test_two_files_beside_each_other():
+    shown = beside(ONLINE, TRITON, [
+        ("<scores>", "scores = self.query @ keys.mT", "scores = tl.dot(q"),
+        ("only there", None, ("k = tl.load(keys", "v = tl.load(values")),
+    ])  # fmt: skip
+    text = repr(shown).splitlines()
+    assert text[0] == "-- <scores>" and text[3] == "-- only there" and len(text) == 6
+    assert text[1] == "      online.py | scores = self.query @ keys.mT"
+    assert text[2].startswith("triton_paged.py | scores = tl.dot(")
+    assert all(line.startswith("triton_paged.py | ") for line in text[4:])
+    html = shown._repr_html_()
+    assert "&lt;scores&gt;" in html and html.count("<tr>") == 3 and "<style" not in html
+    with pytest.raises(ValueError, match="0 lines"):
+        beside(ONLINE, TRITON, [("gone", "scores = what was there", None)])
 
 
 def test_show_is_exported_lazily():

@@ -19,7 +19,7 @@ class Source:
         self.text = text
 
     def __repr__(self):
-        return f"# {self.where}\n{self.text}"
+        return f"{'//' if self.where.endswith('.cpp') else '#'} {self.where}\n{self.text}"
 
     def _repr_html_(self):
         from pygments import highlight
@@ -27,9 +27,8 @@ class Source:
         from pygments.lexers import CppLexer, PythonLexer
 
         formatter = HtmlFormatter(noclasses=True, cssstyles=STYLE, wrapcode=True)
-        if self.where.endswith(".cpp"):
-            return highlight(f"// {self.where}\n{self.text}", CppLexer(), formatter)
-        return highlight(repr(self), PythonLexer(), formatter)
+        lexer = CppLexer() if self.where.endswith(".cpp") else PythonLexer()
+        return highlight(repr(self), lexer, formatter)
 
 
 def show(obj):

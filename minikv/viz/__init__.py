@@ -6,6 +6,7 @@ a `Card` (style.py): it shows itself in a notebook, on its own light background 
 
 from minikv.viz.board import translation, translation_player
 from minikv.viz.fragmentation import free_extent_histogram, free_vs_largest
+from minikv.viz.gathered import gather_map, gathered_blocks
 from minikv.viz.house import lines_of_minikv
 from minikv.viz.lab import LabSettings, fragmentation_lab, lab_figure, lab_run
 from minikv.viz.maps import memory_map, memory_maps
@@ -19,6 +20,7 @@ from minikv.viz.pool import (
     snapshot,
     token_map,
 )
+from minikv.viz.softmax import online_softmax, softmax_states
 from minikv.viz.strips import memory_strip, memory_strips
 from minikv.viz.style import Card, figure
 from minikv.viz.tables import block_table_map, labels_of, translate
@@ -35,6 +37,8 @@ __all__ = [
     "fragmentation_lab",
     "free_extent_histogram",
     "free_vs_largest",
+    "gather_map",
+    "gathered_blocks",
     "lab_figure",
     "lab_run",
     "labels_of",
@@ -46,11 +50,13 @@ __all__ = [
     "memory_strips",
     "moment",
     "moment_of",
+    "online_softmax",
     "pool_at_steps",
     "pool_map",
     "pool_over_steps",
     "pool_player",
     "snapshot",
+    "softmax_states",
     "token_map",
     "translate",
     "translation",

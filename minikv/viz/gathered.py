@@ -9,7 +9,7 @@ from matplotlib.patches import FancyArrowPatch, Patch
 from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 
-from minikv.viz.pool import FREE, INTERNAL, LIVE, slots_of
+from minikv.viz.pool import FREE, INTERNAL, LIVE, fill, slots_of
 from minikv.viz.style import CARD, INK, MUTED, WHITE, colour, figure, look
 from minikv.viz.tables import (
     OTHER,
@@ -27,6 +27,7 @@ from minikv.viz.tables import (
 
 PER_LINE = 24  # slots of the pool in a line, about
 LEFT, LINE_GAP, BETWEEN, ROW_GAP = 0.95, 0.24, 0.75, 0.2  # inches
+EDGE = {"edgecolor": INK, "linewidth": 0.6}
 
 
 class GatheredBlock(NamedTuple):
@@ -78,19 +79,23 @@ def gather_map(snap, labels, *, title="What gather copies"):
             name: pool_height + BETWEEN + i * (ROW + ROW_GAP) for i, name in enumerate(labels)
         }
         write(ax, LEFT - 0.1, 0.25 + ROW / 2, "the pool", MUTED, ha="right")
-        for block in blocks:
-            x, y = LEFT + block.place * size * width, places[block.request_id]
-            _draw_copy(ax, snap, block, labels, colours[block.request_id], (x, y), width)
+        corners = [(LEFT + b.place * size * width, places[b.request_id]) for b in blocks]
+        middle = size * width / 2
+        for block, (x, y) in zip(blocks, corners, strict=True):
             from_x, from_y = corner(block.block_id)
-            middle = size * width / 2
             _curve(ax, (from_x + middle, from_y + ROW), (x + middle, y), block, colours)
+        for block, at in zip(blocks, corners, strict=True):  # over the arrows to the rows below
+            _draw_copy(ax, snap, block, labels, colours[block.request_id], at, width)
         for name, y in places.items():
             write(ax, LEFT - 0.1, y + ROW / 2, f"copy of {name}", INK, ha="right")
         card.suptitle(title, x=0.012, ha="left", fontsize=10, weight="bold", parse_math=False)
         frame(ax, height)
-        padded = Patch(facecolor=WHITE, edgecolor=INK, hatch="xx", linewidth=0.6)
-        more = [(padded, "padding")] if any(not b.num_written for b in blocks) else []
-        legend(card, {LIVE, INTERNAL, OTHER, FREE}, list(colours.values()), more)
+        padded = Patch(facecolor=WHITE, hatch="xx", **EDGE)
+        unwritten = tuple(Patch(**fill(INTERNAL, of) | EDGE) for of in list(colours.values())[:3])
+        more = [(unwritten, "unwritten"), (padded, "padding")]
+        if all(b.num_written for b in blocks):
+            more.pop()
+        legend(card, {LIVE, OTHER, FREE}, list(colours.values()), more)
     listed = ", ".join(
         f"{b.request_id} {b.place} from {'padding' if not b.num_written else b.block_id} "
         f"({b.num_written} of {size} written)"
@@ -153,7 +158,7 @@ def _curve(ax, start, end, block, colours):
     )
     arrow = FancyArrowPatch(
         path=path, arrowstyle="-|>,head_length=4.5,head_width=2.2", linewidth=1.4, shrinkA=0,
-        shrinkB=0, zorder=3, color=colours[block.request_id] if block.num_written else MUTED,
+        shrinkB=0, color=colours[block.request_id] if block.num_written else MUTED,
     )  # fmt: skip
     arrow.set_path_effects([withStroke(linewidth=3.2, foreground=CARD)])
     ax.add_patch(arrow)

@@ -53,8 +53,8 @@ def online_softmax(blocks, *, title="Online softmax"):
         f"after block {i}: largest {s.largest:g}, sum {s.total:.2f}" for i, s in enumerate(states)
     )
     card, axes = figure(
-        8, 1.7 + 1.0 * len(states), rows=1 + len(states), columns=1, sharex=True,
-        gridspec_kw={"height_ratios": [1.5] + [1] * len(states)}, alt=f"{title}: {alt}.",
+        8, 2.2 + 1.0 * len(states), rows=1 + len(states), columns=1, sharex=True,
+        gridspec_kw={"height_ratios": [2.1] + [1] * len(states)}, alt=f"{title}: {alt}.",
     )  # fmt: skip
     with look():
         _draw_scores(axes[0], blocks, places, states)
@@ -86,7 +86,7 @@ def _draw_scores(ax, blocks, places, states):
             ax.bar(x, score, 0.8, color=tint(INK, 0.3), edgecolor=INK, linewidth=0.6)
             ax.text(
                 x,
-                max(score, 0) + (high - low) * 0.04,
+                max(score, 0) + (high - low) * 0.03,
                 f"{score:g}",
                 ha="center",
                 va="bottom",

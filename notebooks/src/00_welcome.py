@@ -229,7 +229,7 @@ print(f"live: {num_live}, free: {num_free}, held but empty: {num_empty}")
 # | 02 | [many requests](02_many_requests.ipynb) | slabs, padded batches, iteration-level batching | reserved and internal waste | 75 | 01 |
 # | 03 | [fragmentation](03_fragmentation.ipynb) | first fit and its relatives, compaction | 40% free, and no room | 75 | 02 |
 # | 04 | [paged blocks](04_paged_blocks.ipynb) | a block pool, block tables, slot mapping | chapter 03's trace again, the paradox gone | 75 | 02; 03 for the reason |
-# | 05 | paged attention *(coming)* | attention through block tables | the same logits, and what indirection costs | 90 | 01, 04 |
+# | 05 | [paged attention](05_paged_attention.ipynb) | attention through block tables | the same logits, and what indirection costs | 90 | 01, 04 |
 # | 06 | scheduling under pressure *(coming)* | admission, preemption, chunked prefill | who waits, and how long | 90 | 04 |
 # | 07 | prefix sharing *(coming)* | reference counts, copy-on-write, hashes, eviction | time and memory saved, and isolation | 90 | 04 |
 # | 08 | the whole engine *(coming)* | nothing new: measurements | minikv beside other engines and the hardware's limit | 60 | 05–07 |
