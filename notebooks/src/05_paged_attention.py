@@ -547,16 +547,17 @@ print("a decode at position", position, "with window", w, "needs", position // s
 # Here is the heart: the walk through the table.
 
 # %% show-walk
-excerpt("model/kernels/cpu.cpp", "const int run = std::min", "__builtin_prefetch")
+excerpt("model/kernels/cpu.cpp", "const int run_end", "use(t, row);")
 
 # %% [markdown]
-# `run` is how many slots lie side by side until the block or the tile ends. `base + table[index] *
-# block_stride` is the lookup, once per block and not once per token. `ahead` points into the *next*
-# block: a processor guesses by itself that memory will be read on in order, and at a block's end that
-# guess is wrong. So the kernel, which knows the table, asks early.
+# `base + table[index] * block_stride` is the lookup: once per block, not once per token. Up to `run_end`,
+# where the block or the tile ends, slots lie side by side. `ahead` points into the *next* block: a
+# processor guesses by itself that memory will be read on in order, and at a block's end that guess is
+# wrong. So the kernel, which knows the table, asks early. `use` is the arithmetic on one row: a score
+# from a key, or a value times its weight.
 #
-# What follows converts and stores: it fills a tile of up to 64 slots, small enough for the first-level cache; from there on it
-# is section 3. What was summed up so far shrinks only if the tile brought a larger score:
+# It goes by tiles of up to 64 slots, and between tiles it is section 3: what was summed up so far shrinks
+# only if the tile brought a larger score.
 # <!-- source: TILE in cpu.cpp -->
 
 # %% show-shrink
@@ -597,9 +598,9 @@ print(f"on this machine scattered blocks cost {fast}: {paged / others[0] - 1:+.0
 # %% [markdown]
 # Two different questions; keep them apart. The second line over the first is what *not copying* saves.
 # (Where the engine's choice is gather itself, it says nothing.) The second over the third and fourth is
-# what *indirection* costs this kernel. On the CPU that built this page that is small, and of either sign:
-# it changes with the threads. A lookup per 16 slots is nothing beside reading them, and the kernel asks
-# early for the next block, a hint that it does not give inside of one large block.
+# what *indirection* costs this kernel. On the CPU that built this page that is small beside the first,
+# and of either sign. A lookup per 16 slots is little beside reading them, and the kernel asks early for
+# the next block, a hint that it does not give inside of one large block.
 #
 # The line of torch's own attention belongs to a question of chapter 01, why attention on a cache side by
 # side took longer than its bytes explain: for a single query the kernel matters as much as the layout.
@@ -620,7 +621,7 @@ print(f"on this machine scattered blocks cost {fast}: {paged / others[0] - 1:+.0
 # %% beside
 beside("model/kernels/online.py", "model/kernels/triton_paged.py", [
     ("whose work: one request and kv head", "for i, seq_len in enumerate(seq_lens):", "kv_head, num_kv_heads = tl.program_id(1)"),
-    ("rows: query heads that share a kv head", "grouped = query.reshape(num_tokens", ("row = tl.arange(0, ROWS)", "head = kv_head")),
+    ("rows: query heads that share a kv head", "grouped = query.reshape(num_tokens", ("row = tl.arange(0, ROWS)", "row % PER_KV")),
     ("each query's own position", "last = torch.arange(seq_len", "position = context_len + nth_query"),
     ("a window's first slot", "first = first.maximum(last", "visible_from = tl.maximum(position - (WINDOW"),
     ("nothing seen yet", ("self.largest = query.new_full", "self.mixed ="), ("row_max = tl.full", "mixed = tl.zeros")),
@@ -707,11 +708,11 @@ assert all(len(points) == len(SIZES) for points in drawn.values())
 card
 
 # %% [markdown]
-# On the machine that built this page the kernel pays for blocks of one or two slots, and from 16 on
-# gains nothing more. Gather, which copies whole blocks, likes them longer. So a kernel in place wants
-# blocks that are not tiny, and is indifferent above. What speaks against large ones is memory: the tail,
-# and sharing. The paper comes to the same on its GPU: 16 is large enough to read well and small enough
-# to waste little.
+# On the machine that built this page the kernel pays most for blocks of one or two slots, and from 16 on
+# the differences are small beside that. Gather copies whole blocks and likes them longer. So a kernel in
+# place wants blocks that are not tiny, and asks for little above that. What speaks against large ones is
+# memory: the tail, and sharing. The paper comes to the same on its GPU: 16 is large enough to read well
+# and small enough to waste little.
 # <!-- source: Kwon et al. 2023, section 7.2 and Fig. 18b -->
 #
 # ## 9. The bytes of a decode step
