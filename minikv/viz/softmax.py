@@ -118,5 +118,6 @@ def _draw_state(ax, index, state, places):
     ax.set(ylim=(0, 1.45), yticks=(0, 1))
     ax.set_ylabel(f"after\nblock {index}", rotation=0, ha="right", va="center")
     largest = "none" if state.largest == -math.inf else f"{state.largest:g}"
-    said = f"largest {largest}\nearlier × {state.shrink:.2f}\nsum {state.total:.2f}"
+    earlier = f"earlier × {state.shrink:.2f}\n" if index else ""
+    said = f"largest {largest}\n{earlier}sum {state.total:.2f}"
     ax.text(places[-1][2] + 0.9, 0.6, said, va="center", fontsize=8.5)

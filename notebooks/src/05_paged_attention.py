@@ -318,8 +318,8 @@ for name, t in times.items():
 
 # %% [markdown]
 # The copy is a good part of the work, on most machines, and it is made anew in every layer of every
-# step. So gather has its place: it is twenty lines of plain torch, runs everywhere, and says what is
-# right. *Equal* it is; *free* it is not.
+# step. So gather has its place: it is plain torch, runs everywhere, and says what is right.
+# *Equal* it is; *free* it is not.
 #
 # ## 3. Softmax in pieces
 #
