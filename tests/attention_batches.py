@@ -1,5 +1,6 @@
 """Random steps of attention, and what plain attention in double precision makes of them."""
 
+import math
 import random
 
 import torch
@@ -124,7 +125,8 @@ class Batch:
         return outputs
 
     def errors(self, attend, device="cpu", **options):
-        """Of each request: ||got - expected|| / ||expected||."""
+        """Of each request: ||got - expected|| / ||expected||; infinite where NaN came out (`max`
+        would pass over a NaN)."""
         metadata = self.metadata()
         for name in ("block_tables", "query_start_loc", "seq_lens", "first_visible"):
             if (tensor := getattr(metadata, name)) is not None:
@@ -137,5 +139,7 @@ class Batch:
         expected = self.expected()
         return [
             float((rows.double() - want).norm() / want.norm())
+            if rows.isfinite().all()
+            else math.inf
             for rows, want in zip(got.split(self.query_lens), expected, strict=True)
         ]

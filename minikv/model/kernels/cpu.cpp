@@ -4,8 +4,8 @@
 // past a request's seq_len are never read; sums are float32 whatever the pool's type is.
 //
 // One piece of work is (request, kv head, tile of queries). Its rows, queries x the query heads that
-// share the kv head, meet the keys in tiles of TILE slots: K and V are converted to float once for
-// all rows, and the softmax is the online one (kernels/online.py says how that works).
+// share the kv head, meet the keys in tiles of TILE slots, each read once for all rows. The softmax
+// is the online one (kernels/online.py says how that works).
 
 #include <algorithm>
 #include <cmath>
@@ -33,8 +33,8 @@ inline const Vec& at(const float* p) { return *reinterpret_cast<const Vec*>(p); 
 enum Fold { SUM, LARGEST };
 template <Fold FOLD, int N>
 inline float fold(const float* x) {
-    if constexpr (N == 1) {
-        return x[0];
+    if constexpr (N == 2) {
+        return FOLD == SUM ? x[0] + x[1] : x[0] > x[1] ? x[0] : x[1];
     } else {
         typedef float Half __attribute__((vector_size(N / 2 * sizeof(float)), aligned(4), may_alias));
         const Half a = *reinterpret_cast<const Half*>(x);
@@ -305,9 +305,10 @@ struct Kernel {
         }
     }
 
-    // Turns row r's scores of a tile into weights: exp(score - largest so far), and 0 for slots that
-    // it does not see; what the row has summed up so far is brought to the same measure. The loops
-    // run over the whole tile, as loops of known length are faster.
+    // Turns row r's scores of a tile into weights: exp(score - largest so far), which for slots that
+    // it does not see is 0, or the 1e-38 that exp_of makes of -infinity; what the row has summed up
+    // so far is brought to the same measure. The loops run over the whole tile, as loops of known
+    // length are faster.
     void weigh(int r, float* scores, int start) {
         const int own = position + r / G;
         const int from = std::max(first_slot(own) - start, 0), to = std::min(own + 1 - start, TILE);
@@ -323,8 +324,6 @@ struct Kernel {
             most = at(scores + t) > most ? at(scores + t) : most;
         const float largest = std::max(s.largest[r], fold<LARGEST>(most));
         for (int t = 0; t < TILE; t++) scores[t] = exp_of(scores[t] - largest);
-        std::fill(scores, scores + from, 0.0f);
-        std::fill(scores + to, scores + TILE, 0.0f);
         Vec sum = at(scores);
         for (int t = LANES; t < TILE; t += LANES) sum += at(scores + t);
         if (largest > s.largest[r]) {
