@@ -967,7 +967,7 @@ for B in (1, 4, 16):
 
 # %% on-smollm2 tags=["solution", "nbval-ignore-output"]
 def on_smollm2(backend):
-    chats = [[{"role": "user", "content": question}] for question in ("What is the capital of Italy?", "Name three colours.")]
+    chats = [[{"role": "user", "content": question}] for question in ("What is the capital of France?", "Name three colours.")]
     llm = LLM("smollm2", dtype="float32", attention_backend=backend)
     outputs = llm.generate(chats, SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
