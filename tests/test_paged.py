@@ -135,6 +135,8 @@ def test_slots_asked_for_twice_are_taken_once():
     before = state(manager)
     assert manager.allocate_slots(request, 9) is table and state(manager) == before
     assert manager.allocate_slots(request, 3) is table and state(manager) == before
+    assert manager.allocate_slots(request, 3, must_fit_tokens=32) is table
+    assert state(manager) == before
 
 
 def test_freed_blocks_wait_in_line_tail_first():
@@ -359,6 +361,11 @@ TestQueue.settings = settings(
 )
 
 
+def test_a_block_has_no_dictionary():
+    """A pool has a hundred thousand of them."""
+    assert not hasattr(KVCacheBlock(0), "__dict__")
+
+
 def test_a_sentinel_cannot_be_removed():
     queue = FreeKVCacheBlockQueue([KVCacheBlock(0)])
     for sentinel in (queue.head, queue.tail):
@@ -531,6 +538,11 @@ def twice_in_one_table(m):
     block(m, 2).ref_cnt = 2
 
 
+def twice_in_one_table_and_shared(m):
+    m.tables["b"] = [3, 4, 4]
+    block(m, 4).ref_cnt = 3
+
+
 def held_by_two(m):
     m.tables["b"] = [3, 4, 1]
 
@@ -626,6 +638,7 @@ FAULTS = [
     (outside, r"request 'b' holds block 10, but the pool has blocks 0 to 9"),
     (negative, r"request 'a' holds block -1"),
     (twice_in_one_table, r"request 'a' holds block 2 twice"),
+    (twice_in_one_table_and_shared, r"request 'b' holds block 4 twice"),
     (held_by_two, r"block 1 has ref_cnt 1, but 2 tables name it: \['a', 'b'\]"),
     (ref_cnt_too_high, r"block 3 has ref_cnt 2, but 1 tables name it: \['b'\]"),
     (ref_cnt_too_low, r"block 4 has ref_cnt 1, but 2 tables name it: \['a', 'b'\]"),
