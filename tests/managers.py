@@ -87,6 +87,43 @@ class RestlessManager(MinimalManager):
         self.tables = {key: [target[b] for b in table] for key, table in self.tables.items()}
 
 
+class SharingManager(PagedKVCacheManager):
+    """Samples of one prompt share its full blocks; the block that both would write to is copied.
+
+    This is what reference counts are for, so that a fault in them meets content."""
+
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.origin = {}  # request_id of a child -> the copy of its last block, until the drain
+
+    def fork(self, parent, child):
+        num_full_blocks, rest = divmod(child.num_computed_tokens, self.block_size)
+        num_new_blocks = 1 if rest else 0
+        if num_new_blocks > self.num_free_blocks:
+            return False
+        of_parent, pool = self.tables[parent.request_id], self.block_pool
+        pool.touch([pool.blocks[block_id] for block_id in of_parent[:num_full_blocks]])
+        own = [block.block_id for block in pool.get_new_blocks(num_new_blocks)]
+        self.set_table(child, of_parent[:num_full_blocks] + own)
+        if rest:
+            self.origin[child.request_id] = BlockCopy(of_parent[num_full_blocks], own[0], 1)
+        return True
+
+    def free(self, request):
+        self.origin.pop(request.request_id, None)  # nobody will read it
+        super().free(request)
+
+    def copies(self):
+        copies, self.origin = list(self.origin.values()), {}
+        return copies
+
+    def report(self, next_request=None):
+        """Shared blocks are full: the slots of each are live, and counted once."""
+        report = super().report(next_request)
+        again = sum(max(0, b.ref_cnt - 1) for b in self.block_pool.blocks) * self.block_size
+        return report._replace(live=report.live - again, free=report.free + again)
+
+
 class ScriptedManager:
     """Stands in front of a manager, writes down what it is asked, and says None where told to.
 
@@ -155,9 +192,11 @@ class CompactingManager(ContiguousKVCacheManager):
 
     def allocate_slots(self, request, num_new_tokens, **extra):
         table = super().allocate_slots(request, num_new_tokens, **extra)
+        if table is None:  # then nothing has changed
+            return None
         if self.rnd.random() < 0.3:
             self.compact()
-        return None if table is None else self.tables[request.request_id]
+        return self.tables[request.request_id]
 
     def copies(self):
         if self.rnd.random() < 0.3:
@@ -183,10 +222,10 @@ def _size(rnd):
     return rnd.randint(4, 16), rnd.choice([1, 1, 2, 3, 4])
 
 
-def _refusing(rnd):
+def _refusing(rnd, inner):
     """At chosen calls, not by chance forever: a long prompt in small chunks would never end."""
     chosen = rnd.sample(range(60), rnd.randint(1, 25))
-    return ScriptedManager(MinimalManager(*_size(rnd)), refuse_calls(*chosen))
+    return ScriptedManager(inner, refuse_calls(*chosen))
 
 
 # name -> factory(random.Random) -> a manager with a tiny pool
@@ -197,6 +236,7 @@ MANAGERS = {
     "paged-1": lambda rnd: PagedKVCacheManager(rnd.randint(4, 24), 1),
     "paged-3": lambda rnd: PagedKVCacheManager(rnd.randint(2, 12), 3),
     "paged-16": lambda rnd: PagedKVCacheManager(rnd.randint(1, 4), 16),
+    "paged-shared": lambda rnd: SharingManager(rnd.randint(4, 20), rnd.choice([1, 2, 3, 4])),
     "contiguous-pow2": lambda rnd: _extents(rnd, "pow2"),
     "contiguous-double": lambda rnd: _extents(rnd, "double"),
     "contiguous-exact": lambda rnd: _extents(rnd, "exact"),
@@ -205,5 +245,7 @@ MANAGERS = {
     "minimal": lambda rnd: MinimalManager(*_size(rnd)),
     "by-hand": lambda rnd: ByHandManager(*_size(rnd)),
     "restless": lambda rnd: RestlessManager(*_size(rnd), rnd),
-    "refusing": _refusing,
+    "refusing": lambda rnd: _refusing(rnd, MinimalManager(*_size(rnd))),
+    # Who has just been moved steps back, before the copies are made.
+    "contiguous-refusing": lambda rnd: _refusing(rnd, _compacting(rnd)),
 }

@@ -392,3 +392,24 @@ def test_check_is_not_the_loops_business_but_finds_what_the_loop_was_given():
     core.run([Request("a", [1, 2], max_tokens=2)])
     with pytest.raises(InvariantBroken, match="0 blocks in use and 0 free do not add up to 4"):
         core.manager.check()
+
+
+@pytest.mark.parametrize("check_every_step", [False, True])
+def test_check_every_step_is_before_the_runner_and_after_the_update(check_every_step):
+    """Before: bad books must not be read or written through. After: who has left is counted."""
+    events = []
+
+    class Noted(MinimalManager):
+        def check(self):
+            events.append("check")
+
+        def free(self, request):
+            events.append("free")
+            super().free(request)
+
+    manager, runner = Noted(8, 1), WritesDown()
+    runner.run = lambda scheduled, copies: events.append("run") or [1] * len(scheduled)
+    core = EngineCore(Scheduler(manager), runner, FakeClock(), check_every_step=check_every_step)
+    core.scheduler.add(Request("a", [1, 2], max_tokens=1))
+    core.step()
+    assert events == (["check", "run", "free", "check"] if check_every_step else ["run", "free"])

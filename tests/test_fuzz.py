@@ -25,10 +25,18 @@ from minikv.kv_cache.base import BlockCopy, OutOfKVMemory
 from minikv.request import Request
 from minikv.scheduler import ScheduledRequest, Scheduler, StaticScheduler
 
-# Per manager in `make test`, 2,400 in all; the long test does LONG_FACTOR times as many.
+# Per manager in `make test`, about 2,400 in all; with the long test LONG_FACTOR times as many.
 NUM_TRACES = 1_600 // len(MANAGERS)
 NUM_STATIC_TRACES = 800 // len(MANAGERS)  # of static batches
-RESERVED_AT_ONCE = ("contiguous-max", "contiguous-pow2", "contiguous-exact")  # never preempt
+RESERVED_AT_ONCE = ("contiguous-max", "contiguous-pow2", "contiguous-exact")
+FORKS = ("restless", "paged-shared")
+MOVES = (
+    *FORKS,
+    "contiguous-double",
+    "contiguous-grow",
+    "contiguous-compacting",
+    "contiguous-refusing",
+)
 LONG_FACTOR = 100
 MAX_STEPS = 5_000  # a trace needs a few hundred: beyond this it hangs
 
@@ -43,6 +51,7 @@ class Trace:
     def __init__(self, name, seed, scheduler=Scheduler):
         rnd = self.rnd = random.Random(f"{name}:{seed}")
         self.manager = MANAGERS[name](rnd)
+        self.never_preempts = name.startswith(RESERVED_AT_ONCE)
         self.may_run_out = isinstance(self.manager, ScriptedManager)
         self.bad = set()
         self.core = engine(
@@ -56,6 +65,8 @@ class Trace:
         self.scheduler = self.core.scheduler
         self.to_come, self.everyone, self.ended = [], [], []
         self.refused, self.batch = 0, set()
+        self.num_finished, self.in_use, self.first_starts = 0, 0, {}
+        self._watch_refusals()
         common = [rnd.randrange(VOCAB) for _ in range(20)]
         for i in range(rnd.randint(1, 7)):
             self._new_request(f"r{i}", common)
@@ -115,7 +126,26 @@ class Trace:
             },
         }
 
+    def _watch_refusals(self):
+        """None means "not now", and that nothing has changed."""
+        manager, allocate_slots = self.manager, self.manager.allocate_slots
+
+        def books():
+            tables = {key: list(table) for key, table in manager.tables.items()}
+            return tables, set(manager.requests), manager.num_free_blocks
+
+        def watched(request, num_new_tokens, **extra):
+            before = books()
+            table = allocate_slots(request, num_new_tokens, **extra)
+            if table is None:
+                expect(books() == before, f"{request!r} was refused, but something has changed")
+            return table
+
+        manager.allocate_slots = watched
+
     def _cut_short(self, when):
+        if when == "at the end":
+            self.in_use = self.manager.num_blocks - self.manager.num_free_blocks
         if self.rnd.random() < self.p_cut:
             self.num_cut += 1
             raise CutShort(when)
@@ -146,8 +176,10 @@ class Trace:
         self.manager.check()
 
     def _step(self):
+        start, num_steps = self.core.clock.now(), len(self.core.metrics.steps)
         try:
             scheduled, finished = self.core.step()
+            self._check_books(start, num_steps, scheduled)
         except OutOfKVMemory:
             # Only a manager that says None to a lone request gets here; the caller may try again.
             expect(self.may_run_out, "out of memory with a manager that keeps its word")
@@ -159,12 +191,23 @@ class Trace:
         expect(len(scheduled) <= self.scheduler.max_num_seqs, "too many requests in a step")
         expect(len(self.scheduler.running) <= self.scheduler.max_num_seqs, "too many run")
         self.ended += finished
+        self.num_finished += len(finished)
+        for request in (*self.scheduler.running, *(request for request, _ in scheduled)):
+            self.first_starts.setdefault(request.request_id, start)
         self.manager.check()
         slots = self.manager.num_blocks * self.manager.block_size
         for _, report in self.core.metrics.reports[-1:]:
             expect(report.total == slots and min(report) >= 0, f"{report} of {slots} slots")
         if isinstance(self.scheduler, StaticScheduler):
             self._check_batch(scheduled)
+
+    def _check_books(self, start, num_steps, scheduled):
+        """One record for each step that was not cut short. An empty one was recorded as well."""
+        *_, last = steps = self.core.metrics.steps
+        expect(len(steps) == num_steps + 1, f"{len(steps) - num_steps} records of one step")
+        expect(last[:2] == (start, self.core.clock.now()), f"{last} began at {start}")
+        num_tokens = sum(n for _, n in scheduled)
+        expect(last[2:] == (len(scheduled), num_tokens, self.in_use), f"{last}: {scheduled}")
 
     def _check_batch(self, scheduled):
         """Whoever is scheduled stands in one batch, all rows at one column; nobody joins later."""
@@ -181,6 +224,14 @@ class Trace:
         expect(not manager.tables and not manager.requests, f"tables left: {manager.tables}")
         expect(manager.num_free_blocks == manager.num_blocks, "blocks leaked")
         expect(not self.scheduler.waiting and not self.scheduler.running, "requests left")
+        scheduler, core = self.scheduler, self.core
+        num_preemptions = sum(r.num_preemptions for r in self.everyone)
+        expect(num_preemptions == scheduler.num_preemptions, "preemptions are miscounted")
+        expect(not num_preemptions or not self.never_preempts, "all was reserved, yet preempted")
+        expect(core.num_ended == self.num_finished, f"num_ended is {core.num_ended}")
+        every, steps = core.report_every, core.metrics.steps
+        due = list(range(every - 1, len(steps), every)) if every else []
+        expect([step for step, _ in core.metrics.reports] == due, f"reports other than {due}")
         names = sorted(r.request_id for r in self.ended)
         expect(names == sorted(r.request_id for r in self.everyone), f"ended: {names}")
         for r in self.everyone:
@@ -194,9 +245,19 @@ class Trace:
                 expect(r.finish_reason in ("abort", "error"), f"{r!r} ended: {r.finish_reason}")
                 expect(r.token_ids == want[: r.num_tokens], f"{r!r}: not the reference's start")
                 expect((r.error is None) == (r.finish_reason == "abort"), f"{r!r}: {r.error}")
-            steps = [i for first, last in r.token_runs for i in range(first, last + 1)]
-            expect(len(steps) == r.num_output_tokens, f"{r!r}: tokens in steps {r.token_runs}")
-            expect(steps == sorted(set(steps)), f"{r!r}: steps {r.token_runs} overlap")
+            in_steps = [i for first, last in r.token_runs for i in range(first, last + 1)]
+            expect(len(in_steps) == r.num_output_tokens, f"{r!r}: tokens in steps {r.token_runs}")
+            expect(in_steps == sorted(set(in_steps)), f"{r!r}: steps {r.token_runs} overlap")
+            if in_steps:
+                times = steps[in_steps[0]].end, steps[in_steps[-1]].end
+                expect(r.first_token_time == times[0], f"{r!r}: first token in step {in_steps[0]}")
+                if r.finish_reason in ("stop", "length") and not isinstance(
+                    scheduler, StaticScheduler
+                ):
+                    expect(r.finish_time == times[1], f"{r!r}: last token in step {in_steps[-1]}")
+            if r.num_cached_tokens <= 0:  # else a sample that has its parent's
+                first = self.first_starts.get(r.request_id)
+                expect(r.first_scheduled_time == first, f"{r!r}: scheduled first at {first}")
 
 
 def run_traces(name, seeds, scheduler=Scheduler):
@@ -211,9 +272,24 @@ def run_traces(name, seeds, scheduler=Scheduler):
                 f"replay: python -m pytest 'tests/test_fuzz.py::{test}[{name}]' "
                 f"--fuzz-seed {seed}"
             ) from error
-        for key, value in counts.items():
-            totals[key] = totals.get(key, 0) + value
+        add_up(totals, counts)
     return totals
+
+
+def add_up(totals, counts):
+    for key, value in counts.items():
+        totals[key] = totals.get(key, 0) + value
+
+
+def check_what_happened(name, totals):
+    """What the traces are for must happen in them."""
+    for what in ("stop", "length", "abort", "error", "cut short"):
+        assert totals[what] > 0, totals
+    assert totals["preemptions"] > 0 or name.startswith(RESERVED_AT_ONCE), totals
+    if name in MOVES:
+        assert totals["moved"] > 0, totals
+    if name in FORKS:
+        assert totals["forked"] > 0, totals
 
 
 @pytest.mark.parametrize("name", MANAGERS)
@@ -222,15 +298,7 @@ def test_traces(name, request):
     if seed is not None:
         print(run_traces(name, [seed]))
         return
-    totals = run_traces(name, range(NUM_TRACES))
-    # What the traces are for must happen in them.
-    for what in ("stop", "length", "abort", "error", "cut short"):
-        assert totals[what] > 0, totals
-    assert (totals["preemptions"] > 0) != name.startswith(RESERVED_AT_ONCE), totals
-    if name in ("restless", "contiguous-double", "contiguous-grow", "contiguous-compacting"):
-        assert totals["moved"] > 0, totals
-    if name == "restless":
-        assert totals["forked"] > 0, totals
+    check_what_happened(name, run_traces(name, range(NUM_TRACES)))
 
 
 @pytest.mark.parametrize("name", MANAGERS)
@@ -242,6 +310,12 @@ def test_static_traces(name, request):
         for reason in ("stop", "length", "abort", "error"):
             assert totals[reason] > 0, totals
         assert totals["preemptions"] == totals["forked"] == 0, totals
+
+
+def test_there_are_as_many_traces_as_promised():
+    """2,000 in `make test` and 100,000 in `make test-long`, however many managers share them."""
+    num_traces = len(MANAGERS) * (NUM_TRACES + NUM_STATIC_TRACES)
+    assert num_traces >= 2_000 and num_traces * (LONG_FACTOR - 1) >= 100_000
 
 
 @pytest.mark.long

@@ -226,6 +226,14 @@ def test_what_a_running_request_still_needs_counts_the_blocks_it_has():
     assert not refused(manager, request, 2, keep_free_blocks=1) and len(manager.tables["a"]) == 3
 
 
+def test_blocks_held_in_advance_are_neither_taken_again_nor_given_back():
+    manager, request = PagedKVCacheManager(6, 2), new("a", 12)
+    manager.allocate_slots(request, 8)  # and then, since the step was cut short, less of them
+    assert not refused(manager, request, 1, must_fit_tokens=9)
+    assert len(manager.tables["a"]) == 4 and manager.num_free_blocks == 2
+    assert refused(manager, request, 1, must_fit_tokens=13)
+
+
 def test_a_hit_is_an_error_where_nothing_is_cached():
     manager = PagedKVCacheManager(4, 2)
     before = state(manager)
@@ -430,7 +438,22 @@ def test_more_than_there_are_cannot_be_taken_and_nothing_changes():
     with pytest.raises(ValueError, match="3 blocks cannot be taken: 2 are free"):
         pool.get_new_blocks(3)
     assert pool_state(pool) == ([1, 2], [1, 0, 0])
+    with pytest.raises(ValueError, match="-1 blocks cannot be taken"):
+        pool.get_new_blocks(-1)
+    assert pool_state(pool) == ([1, 2], [1, 0, 0])
     assert pool.get_new_blocks(0) == []
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_block_in_the_queue_cannot_be_appended_and_those_before_it_are_unlinked(waiting):
+    blocks = [KVCacheBlock(block_id) for block_id in range(5)]
+    queue = FreeKVCacheBlockQueue(blocks[:2])
+    with pytest.raises(ValueError, match=f"block {waiting} is in the free queue already"):
+        queue.append_n([blocks[2], blocks[3], blocks[waiting], blocks[4]])
+    assert queue.get_all_free_blocks() == blocks[:2]
+    assert all(b.prev_free_block is b.next_free_block is None for b in blocks[2:])
+    queue.append_n(blocks[2:])
+    assert queue.get_all_free_blocks() == blocks
 
 
 # -- any order of events, beside a model that is a list ----------------------------------------

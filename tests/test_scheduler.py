@@ -191,6 +191,19 @@ def test_num_cached_tokens_tells_of_the_first_admission():
     assert (request.num_computed_tokens, request.num_cached_tokens) == (4, 2)
 
 
+def test_a_hit_of_the_second_admission_does_not_count_as_one_of_the_first():
+    request, manager = new("a", 5, 3), HitManager(MinimalManager(8, 1), refuse_calls(1))
+    manager.get_num_cached_tokens = lambda request: 0
+    scheduler = Scheduler(manager)
+    scheduler.add(request)
+    scheduled, _ = scheduler.schedule()
+    scheduler.update(scheduled, [1], 0.0, 0)
+    assert scheduler.schedule() == ([], [request])
+    manager.get_num_cached_tokens = lambda request: 4
+    assert scheduler.schedule() == ([(request, 2)], [])
+    assert (request.num_computed_tokens, request.num_cached_tokens) == (4, 0)
+
+
 def test_a_waiting_request_whose_tokens_are_kept_goes_on_from_them():
     manager = HitManager(MinimalManager(16, 1))
     scheduler, request = Scheduler(manager), new("a", 5)
