@@ -41,6 +41,14 @@ def main(argv):
 
         module, function = EXPERIMENTS[argv[0]][0].split(":")
         return getattr(importlib.import_module(module), function)(argv[1:])
+    if argv and not argv[0].startswith("-"):  # argparse would print all its options
+        known = ", ".join(EXPERIMENTS)
+        print(
+            f"minikv simulate: no experiment {argv[0]!r}; known: {known}, each with --help, as has "
+            "python -m minikv simulate",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)  # as argparse does for a wrong command line
     args = _parser().parse_args(argv)
     return run_command("simulate", _serve, args)
 

@@ -48,8 +48,8 @@ def main(argv):
 def _paradox(args):
     require_int("--seeds", args.seeds, at_least=1)
     require_number("--duration", args.duration, above=0)
-    fits = args.fit.replace(",", " ").split()
-    if not fits or set(fits) - set(FITS):
+    fits = [fit.strip() for fit in args.fit.split(",")]
+    if set(fits) - set(FITS):
         raise ValueError(f"--fit is {args.fit!r}; known: {', '.join(FITS)}")
     seeds, first = range(args.seeds), fits[0]
     step_time = paradox_step_time(args.gpu)

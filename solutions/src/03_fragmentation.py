@@ -134,7 +134,7 @@ def numbers(value, names, function):
 def same(one, other):
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
-    return abs(one - other) <= 1e-9 * max(1, abs(one), abs(other))
+    return abs(one - other) <= 1e-6 * max(1, abs(one), abs(other))  # float32 will do
 
 
 def text(value):
