@@ -3,6 +3,8 @@
 Drawn from a PoolSnapshot's table and nothing else.
 """
 
+from matplotlib.patches import Patch
+
 from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
 from minikv.viz.style import INK, MUTED, WHITE, colour, figure, ink_on, is_live, look, tint
 from minikv.viz.tables import (
@@ -17,6 +19,7 @@ from minikv.viz.tables import (
     outline,
     token,
     translate,
+    unwritten,
     write,
 )
 from minikv.viz.widgets import step_player
@@ -59,7 +62,10 @@ def translation(snap, request_id, labels, position, *, title=None):
         slots = slots_of(snap)
         states = {s for s, o in zip(slots.states, slots.owners, strict=True) if o == request_id}
         states |= {OTHER} if set(slots.requests) - {request_id} else set()
-        legend(card, states | ({FREE} & set(slots.states)), [of])
+        more = [(Patch(facecolor=INK), "its slot")]
+        if len(labels) > snap.num_live[request_id]:
+            more.append((unwritten(), "no K and V yet"))
+        legend(card, states | ({FREE} & set(slots.states)), [of], more)
     card.alt = (
         f"Token {p} of {request_id!r} is at offset {o} of logical block {b}; row {b} of the block "
         f"table names block {block_id}; its slot is {slot}."

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from minikv.viz.memory import STATES, enough_in_sum
 from minikv.viz.owners import colours_of, legend, owner_index, sample
@@ -28,6 +29,8 @@ REFUSED = (
     Line2D([], [], color=INK, marker="|", linestyle="none", label="refused: enough free in sum"),
     Line2D([], [], color=RULE, marker="|", linestyle="none", label="refused: too little free"),
 )
+
+OTHERS = Patch(facecolor=DIMMED, edgecolor=INK, linewidth=0.6, label="other requests")
 
 
 class Strip(NamedTuple):
@@ -81,7 +84,9 @@ def memory_strips(recordings, *, highlight=()):
             runs += [run for moment in recording.moments for run in moment.runs]
         time_axis(axes.flat[-1], start, end)
         refused = any(recording.refusals for _, recording in recordings)
-        legend(card, runs, dict(enumerate(COLOURS)), REFUSED if refused else ())
+        own = {name: of for name, of in shared.items() if name in highlight}
+        more = (OTHERS,) * bool(highlight) + REFUSED * refused
+        legend(card, runs, own or dict(enumerate(COLOURS)), more)
         card.get_layout_engine().execute(card)
         card.set_layout_engine("none")  # the axes keep their size, so that points are drawn 1:1
         for ax, (_, recording) in zip(axes.flat, recordings, strict=True):

@@ -275,6 +275,11 @@ def legend(card, states, colours, more=()):
     )
 
 
+def unwritten():
+    """The legend's mark of a token that is known, but has no keys and values."""
+    return Patch(facecolor=WHITE, edgecolor=INK, linestyle=(0, (3, 2)))
+
+
 def _look(state, of):
     if state == OTHER:
         return {"facecolor": OTHER_FACE}
@@ -288,8 +293,7 @@ def _legend(card, snap, labels, colours):
     states |= {FREE} if FREE in slots.states else set()
     more = []
     if any(len(of) > snap.num_live[name] for name, of in labels.items()):
-        dashed = Patch(facecolor=WHITE, edgecolor=INK, linestyle=(0, (3, 2)))
-        more.append((dashed, "no K and V yet"))
+        more.append((unwritten(), "no K and V yet"))
     legend(card, states, list(colours.values()), more)
 
 

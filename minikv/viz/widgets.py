@@ -39,8 +39,10 @@ def memory_player(recording, *, count=60):
     both = {name: of for each in colours for name, of in each.items()}
     start = min(each.moments[0].time_s for _, each in named)
     end = max(each.moments[-1].time_s for _, each in named)
-    count = count if is_live() else 4
-    times = [start + (end - start) * i / (count - 1) for i in range(count)]
+    if is_live():
+        times = [start + (end - start) * i / (count - 1) for i in range(count)]
+    else:  # the ends of four quarters: at the start there is little to see
+        times = [start + (end - start) * i / 4 for i in (1, 2, 3, 4)]
 
     def at(each, time_s):
         return next((m for m in reversed(each.moments) if m.time_s <= time_s), each.moments[0])
@@ -56,9 +58,10 @@ def memory_player(recording, *, count=60):
     if is_live():
         return step_player(times, draw)
     moments = [
-        (f"{title} {time_s:,.1f} s".strip(), at(each, time_s))
+        (f"{title} {moment.time_s:,.1f} s".strip(), moment)
         for time_s in times
         for title, each in named
+        for moment in [at(each, time_s)]
     ]
     return memory_maps(moments, colours=both)[0]
 

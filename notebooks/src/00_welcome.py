@@ -227,9 +227,9 @@ print(f"live: {num_live}, free: {num_free}, held but empty: {num_empty}")
 # | 00 | **welcome** (you are here) | nothing | a first answer, and its place in the pool | 15 <!-- source: the authors' estimates, exercises included --> | – |
 # | 01 | [one token at a time](01_one_token.ipynb) | a KV cache: growing, then preallocated | prefill and decode; why decoding is bound by memory | 75 | 00 |
 # | 02 | [many requests](02_many_requests.ipynb) | slabs, padded batches, iteration-level batching | reserved and internal waste | 75 | 01 |
-# | 03 | [fragmentation](03_fragmentation.ipynb) | first fit and its relatives, compaction | 40% free, and no room | 75 | 02 |
-# | 04 | [paged blocks](04_paged_blocks.ipynb) | a block pool, block tables, slot mapping | chapter 03's trace again, the paradox gone | 75 | 02; 03 for the reason |
-# | 05 | [paged attention](05_paged_attention.ipynb) | attention through block tables | the same logits, and what indirection costs | 90 | 01, 04 |
+# | 03 | [fragmentation](03_fragmentation.ipynb) | first fit and its relatives, compaction | 40% free, and no room | 120 | 02 |
+# | 04 | [paged blocks](04_paged_blocks.ipynb) | a block pool, block tables, slot mapping | chapter 03's trace again, the paradox gone | 120 | 02; 03 for the reason |
+# | 05 | [paged attention](05_paged_attention.ipynb) | attention through block tables | the same logits, and what indirection costs | 120 | 01, 04 |
 # | 06 | scheduling under pressure *(coming)* | admission, preemption, chunked prefill | who waits, and how long | 90 | 04 |
 # | 07 | prefix sharing *(coming)* | reference counts, copy-on-write, hashes, eviction | time and memory saved, and isolation | 90 | 04 |
 # | 08 | the whole engine *(coming)* | nothing new: measurements | minikv beside other engines and the hardware's limit | 60 | 05–07 |
