@@ -409,6 +409,24 @@ def test_a_highlighted_request_has_one_colour_in_all_strips():
     assert first == second and len(first) == 1
 
 
+def test_the_legend_of_a_highlighted_strip_has_its_colour_and_the_grey_of_the_others():
+    def faces(card):
+        legend = card.legends[0]
+        words = [text.get_text() for text in legend.get_texts()]
+        return words, {to_hex(p.get_facecolor()) for p in legend.get_patches()}
+
+    (strip,) = strips.memory_strips([("", recording(*ROWS))], highlight="b")[1]
+    own = {
+        to_hex(p)
+        for p in strip.image[(strip.owners == strip.names.index("b")) & (strip.states == 0)]
+    }
+    words, shown = faces(strips.memory_strips([("", recording(*ROWS))], highlight="b")[0])
+    assert "other requests" in words and own | {to_hex(strips.DIMMED)} <= shown
+    assert not ({to_hex(c) for c in style.COLOURS} - own) & shown
+    words, shown = faces(strips.memory_strips([("", recording(*ROWS))])[0])
+    assert "other requests" not in words and to_hex(strips.DIMMED) not in shown
+
+
 def test_the_pixels_of_the_saved_picture_are_the_strips(tmp_path):
     from PIL import Image
 
@@ -552,6 +570,10 @@ def test_without_a_kernel_the_player_shows_four_moments():
     assert isinstance(card, style.Card)
     labels = [label.get_text() for label in card.axes[0].get_yticklabels()]
     assert labels == ["0.0 s", "1.0 s", "2.0 s", "3.0 s"]
+    late = memory.Recording((hand("z z z z", time_s=1.5), hand(". . . .", time_s=3.0)))
+    card = widgets.memory_player([("first", recording(*ROWS)), ("late", late)])
+    labels = [label.get_text() for label in card.axes[0].get_yticklabels()]
+    assert labels[-4:] == ["first 2.0 s", "late 1.5 s", "first 3.0 s", "late 3.0 s"]
     with pytest.raises(ValueError, match="'empty' holds no moment"):
         widgets.memory_player([("empty", memory.Recording(()))])
 

@@ -117,6 +117,15 @@ def test_the_board_shows_the_slots_of_all_tokens_up_to_its_own(position):
     assert tip[1] == pytest.approx(board.TOP + pitch * line)
 
 
+def test_the_legend_of_the_board_names_the_black_slot_and_the_dashed_token():
+    core = scattered(num_steps=6)
+    snap, labels = pool.snapshot(core), known(core)["a"]
+    for shown, dashed in ((labels, True), (labels[: snap.num_live["a"]], False)):
+        card, _ = board.translation(snap, "a", shown, 2)
+        words = [text.get_text() for text in card.legends[0].get_texts()]
+        assert "its slot" in words and ("no K and V yet" in words) == dashed
+
+
 def test_the_board_refuses_a_token_that_has_no_slot():
     snap = pool.snapshot(scattered(num_steps=2))
     with pytest.raises(ValueError, match="position 4 of 'a' has no slot"):

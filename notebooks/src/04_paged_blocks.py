@@ -631,7 +631,7 @@ assert abs(held + report.free - report.total) < 1e-6 * report.total
 
 # %% [markdown]
 # How full the *pool* is depends on the step times. The share of what is *held* hardly does, and only that
-# can stand beside 96.3%.
+# can stand beside the paper's.
 
 # %% [markdown]
 # ## 7. `check()`: say what must be true
