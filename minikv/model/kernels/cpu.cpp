@@ -77,8 +77,7 @@ inline void store(float* to, float x) { *to = x; }
 inline void store(bf16* to, float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-    to->bits = uint16_t(x == x ? rounded : 0x7fc0);  // rounding could turn a NaN into infinity
+    to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to nearest, ties to even
 }
 
 // e^x for x <= 0 to 2e-7 of its value: 2^n e^r with n whole and |r| <= ln(2) / 2. A NaN stays one.
@@ -294,7 +293,6 @@ struct Kernel {
         each_row(1, start, n, [&](int t, const T* __restrict row) {
             float* __restrict to = values + t * width;
             for (int d = 0; d < D; d++) to[d] = to_float(row[d]);
-            for (int d = D; d < width; d++) to[d] = 0.0f;
         });
         for (int r = 0; r < rows; r += ROW_GROUP) {
             const int group = std::min(ROW_GROUP, rows - r);
@@ -327,7 +325,7 @@ struct Kernel {
         Vec sum = at(scores);
         for (int t = LANES; t < TILE; t += LANES) sum += at(scores + t);
         if (largest > s.largest[r]) {
-            const float shrink = s.largest[r] == NEVER ? 0.0f : exp_of(s.largest[r] - largest);
+            const float shrink = exp_of(s.largest[r] - largest);
             for (int d = 0; d < row_width(); d++) s.mixed[r * row_width() + d] *= shrink;
             s.total[r] *= shrink;
             s.largest[r] = largest;
