@@ -68,7 +68,7 @@ inline float to_float(bf16 x) {
 
 inline Vec widen(const float* from) { return at(from); }
 inline Vec widen(const bf16* from) {
-    Vec to;
+    Vec to{};
     for (int i = 0; i < LANES; i++) to[i] = to_float(from[i]);
     return to;
 }
@@ -83,8 +83,9 @@ inline void store(bf16* to, float x) {
 // e^x for x <= 0 to 2e-7 of its value: 2^n e^r with n whole and |r| <= ln(2) / 2. A NaN stays one.
 inline float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;  // below it would leave the normal floats; 1e-38 is 0 to a softmax
-    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-    float n = (x * 1.44269504f + magic) - magic;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, which then
+    float shifted = x * 1.44269504f + magic;  // stands in the last bits
+    float n = shifted - magic;
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first exact
     float p = 1.0f / 720;
     p = p * r + 1.0f / 120;
@@ -93,7 +94,9 @@ inline float exp_of(float x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    int32_t bits = (int32_t(n) + 127) << 23;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    bits = (bits + 127) << 23;  // the exponent of 2^n
     float power;
     std::memcpy(&power, &bits, 4);
     return p * power;
