@@ -222,10 +222,19 @@ def _size(rnd):
     return rnd.randint(4, 16), rnd.choice([1, 1, 2, 3, 4])
 
 
-def _refusing(rnd, inner):
+def _refusing(rnd):
     """At chosen calls, not by chance forever: a long prompt in small chunks would never end."""
     chosen = rnd.sample(range(60), rnd.randint(1, 25))
-    return ScriptedManager(inner, refuse_calls(*chosen))
+    return ScriptedManager(MinimalManager(*_size(rnd)), refuse_calls(*chosen))
+
+
+def _refusing_the_moved(rnd):
+    """Who has just been moved gets no more room, and steps back before the copies are made."""
+
+    def refuse(manager, request):
+        return request.request_id in manager._origins and rnd.random() < 0.5
+
+    return ScriptedManager(_compacting(rnd), refuse)
 
 
 # name -> factory(random.Random) -> a manager with a tiny pool
@@ -245,7 +254,6 @@ MANAGERS = {
     "minimal": lambda rnd: MinimalManager(*_size(rnd)),
     "by-hand": lambda rnd: ByHandManager(*_size(rnd)),
     "restless": lambda rnd: RestlessManager(*_size(rnd), rnd),
-    "refusing": lambda rnd: _refusing(rnd, MinimalManager(*_size(rnd))),
-    # Who has just been moved steps back, before the copies are made.
-    "contiguous-refusing": lambda rnd: _refusing(rnd, _compacting(rnd)),
+    "refusing": _refusing,
+    "contiguous-refusing": _refusing_the_moved,
 }

@@ -82,6 +82,7 @@ def test_more_tokens_than_a_slab_is_an_error_and_changes_nothing(num_new_tokens,
         manager.allocate_slots(new("a"), num_new_tokens, **extra)
     assert state(manager) == before
     assert manager.allocate_slots(new("a"), 7) is not None  # the limit itself is fine
+    assert manager.allocate_slots(new("b"), 1, must_fit_tokens=7) is not None
 
 
 def test_growing_beyond_the_slab_is_an_error():

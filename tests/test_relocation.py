@@ -254,6 +254,17 @@ def test_both_limits_together_count_what_must_fit():
     assert manager.allocate_slots(b, 2, must_fit_tokens=12, keep_free_blocks=4) == range(2)
 
 
+def test_what_must_fit_must_fit_in_one_piece():
+    """9 of 10 blocks are free, 3 before b and 6 behind it."""
+    manager, a, b = make(num_blocks=10), new("a", 3), new("b", 1)
+    take(manager, a, 3), take(manager, b, 1)
+    manager.free(a)
+    before = state(manager)
+    assert manager.allocate_slots(new("c"), 2, must_fit_tokens=7) is None
+    assert state(manager) == before
+    assert manager.allocate_slots(new("c"), 2, must_fit_tokens=6) == range(2)
+
+
 def test_a_running_request_can_be_asked_to_fit_as_well():
     manager, a, _b = two_neighbours()
     before = state(manager)
