@@ -376,6 +376,23 @@ def test_a_copy_to_a_host_pool_that_is_not_there_is_an_error():
         runner.run([], [BlockCopy(0, 0, 1, "out")])
 
 
+@pytest.mark.parametrize("copies, said", [
+    ([BlockCopy(-1, 3, 1)], "leaves the pool, whose blocks are 0 to 7"),
+    ([BlockCopy(7, 0, 2)], "leaves the pool"),
+    ([BlockCopy(0, 8, 1)], "leaves the pool"),  # the padding block
+    ([BlockCopy(0, 3, 0)], "leaves the pool"),
+    ([BlockCopy(0, 1, 2), BlockCopy(5, 2, 1)], "writes blocks that an earlier copy writes"),
+], ids=["before it", "beyond it", "padding", "nothing", "twice"])  # fmt: skip
+def test_a_copy_that_no_manager_may_ask_for_is_refused(copies, said):
+    runner = ModelRunner(Recorder(), shape(), KVCacheManager(8, 4))
+    [pool] = runner.pools
+    pool[:] = torch.arange(9).view(1, 9, 1, 1, 1)
+    before = pool.clone()
+    with pytest.raises(InvariantBroken, match=said):
+        runner.run([], copies)
+    assert torch.equal(pool, before)
+
+
 # -- refusals -----------------------------------------------------------------------------------
 
 

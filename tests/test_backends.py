@@ -229,7 +229,34 @@ def test_a_wrong_function_of_your_own_is_refused_before_any_request():
     def mine(query, pool, metadata, *, scaling, window=None, softcap=None):
         return online.attend(query, pool, metadata, scaling=1.3 * scaling)
 
-    with pytest.raises(UnsupportedModel, match="off its own"):
+    with pytest.raises(UnsupportedModel, match=r"your attention function .* off its own"):
+        LLM(load("tiny", dtype="float32", device="cpu"), attention_backend=mine)
+
+
+@pytest.mark.parametrize("returns, said", [
+    (lambda query: None, "returned NoneType, but must return"),
+    (lambda query: query[:1], r"returned \(1, 6, 16\) in torch.float32, but must return \(3"),
+    (lambda query: query.double(), r"returned \(3, 6, 16\) in torch.float64, but must return"),
+], ids=["nothing", "one row", "float64"])  # fmt: skip
+def test_what_a_function_of_your_own_returns_is_looked_at(returns, said):
+    def mine(query, pool, metadata, *, scaling, window=None, softcap=None):
+        return returns(query)
+
+    _, attend = choose_backend("cpu", torch.float32, mine)
+    query = torch.zeros(3, 6, 16)
+    with pytest.raises(ValueError, match=f"your attention function mine {said}"):
+        attend(query, None, None, scaling=1.0)
+    with pytest.raises(UnsupportedModel, match="your attention function"):
+        LLM(load("tiny", dtype="float32", device="cpu"), attention_backend=mine)
+
+
+def test_a_function_that_takes_other_arguments_is_named():
+    def mine(query, pool):
+        return query
+
+    with pytest.raises(
+        UnsupportedModel, match=r"in your attention function mine: .*argument 'scaling'"
+    ):
         LLM(load("tiny", dtype="float32", device="cpu"), attention_backend=mine)
 
 
@@ -241,6 +268,11 @@ def test_an_unknown_backend_is_refused():
         choose_backend("cpu", torch.float32, "flash")
     with pytest.raises(ValueError, match="'flash'"):
         LLM("tiny", attention_backend="flash")
+
+
+def test_what_is_no_name_is_refused():
+    with pytest.raises(ValueError, match=r"attention_backend is \[\]; known"):
+        choose_backend("cpu", torch.float32, [])
 
 
 def test_what_cannot_run_says_why(monkeypatch):

@@ -69,7 +69,8 @@ def test_it_is_compiled_once_and_announced_once(fresh, capsys):
     path = native.compiled()
     said = capsys.readouterr().err
     assert said.startswith("minikv: compiling its CPU kernel with") and said.count("\n") == 1
-    assert files_in(path.parent) == ["compile.lock", path.name]  # nothing half-made is left
+    left = ["compile.lock", path.with_suffix(".sha256").name, path.name]
+    assert files_in(path.parent) == left  # nothing half-made
     before = path.stat()
     assert native.compiled() == path
     assert path.stat() == before and not capsys.readouterr().err
@@ -155,6 +156,11 @@ def test_a_compiler_that_is_not_there(fresh, monkeypatch, capsys):
     fails_once(capsys, "CXX is 'no-such-compiler -m64', and there is no such program")
 
 
+def test_a_compiler_whose_name_cannot_be_read(fresh, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", 'g++ "')
+    fails_once(capsys, "No closing quotation")
+
+
 def test_on_windows(fresh, monkeypatch, capsys):
     monkeypatch.setattr(native.sys, "platform", "win32")
     fails_once(capsys, "not made for Windows")
@@ -199,12 +205,24 @@ def test_a_cache_that_takes_nothing(fresh, monkeypatch, capsys):
     fails_once(capsys, "the cache does not take or give the library")
 
 
-def test_a_damaged_library_is_no_end(fresh, monkeypatch, capsys):
-    monkeypatch.setattr(native, "_compiler", lambda: ["c++"])
-    monkeypatch.setattr(native, "_key", lambda compiler: "key")
-    folder = fresh / "cache" / "kernels"
-    folder.mkdir(parents=True)
-    (folder / "cpu-key.so").write_bytes(b"half a library")
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 100, 20_000])
+def test_a_damaged_library_is_made_anew(fresh, capsys, size):
+    path = native.compiled()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size])  # loaded, it would end the process
+    cpu._attempt.cache_clear()
+    capsys.readouterr()
+    assert backend_of(LLM("tiny")) == "cpu"
+    assert path.stat().st_size == len(whole) and "compiling" in capsys.readouterr().err
+    path.with_suffix(".sha256").unlink()
+    assert native.compiled() == path and "compiling" in capsys.readouterr().err
+
+
+def test_a_library_without_its_functions_is_no_end(fresh, monkeypatch, capsys):
+    path = fresh / "cpu.so"
+    path.write_bytes(b"half a library")
+    monkeypatch.setattr(native, "compiled", lambda: path)
     fails_once(capsys, "the cache does not take or give the library")
 
 

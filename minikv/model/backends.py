@@ -95,22 +95,44 @@ def why_not(name, device, dtype) -> str | None:
 def choose_backend(device, dtype, requested=None):
     """(name, attend) of the requested backend, or of the best for this device.
 
-    requested: a name, or an `attend` function of your own, which is taken as it is.
+    requested: a name, or an `attend` function of your own; what that returns is looked at.
     Raises ValueError where `requested` is unknown or cannot run there, and says why.
     """
     device = torch.device(device)
     if callable(requested):
-        return getattr(requested, "__name__", type(requested).__name__), requested
+        return _watched(requested)
     if requested is None:
         names = PREFERRED.get(device.type, ("gather",))
         requested = next(name for name in names if why_not(name, device, dtype) is None)
-    elif requested not in BACKENDS:
+    elif not isinstance(requested, str) or requested not in BACKENDS:
         raise ValueError(
             f"attention_backend is {requested!r}; known: {', '.join(sorted(BACKENDS))}"
         )
     elif reason := why_not(requested, device, dtype):
         raise ValueError(f"attention_backend {requested!r} cannot run here: {reason}")
     return requested, importlib.import_module(BACKENDS[requested]).attend
+
+
+def _watched(function):
+    """(its name, the function with a look at what it returns): else a model's own code would trip
+    over a wrong shape, layers later, and name itself."""
+    name = getattr(function, "__name__", type(function).__name__)
+
+    def attend(query, pool, metadata, **options):
+        try:
+            mixed = function(query, pool, metadata, **options)
+        except TypeError as error:
+            raise TypeError(f"in your attention function {name}: {error}") from error
+        what = getattr(mixed, "shape", None), getattr(mixed, "dtype", None)
+        if what != (query.shape, query.dtype):
+            said = type(mixed).__name__ if what[1] is None else f"{tuple(what[0])} in {what[1]}"
+            raise ValueError(
+                f"your attention function {name} returned {said}, but must return "
+                f"{tuple(query.shape)} in {query.dtype}"
+            )
+        return mixed
+
+    return name, attend
 
 
 def writer_of(attend):

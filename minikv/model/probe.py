@@ -41,7 +41,11 @@ def adopt(model, spec, attention_backend=None):
     except Exception as error:
         model.set_attn_implementation(before)
         if isinstance(error, UnsupportedModel | TypeError | ValueError):
-            raise UnsupportedModel(f"minikv cannot run {name} exactly: {error}") from error
+            if callable(attention_backend):  # more likely at fault than the model
+                what = f"your attention function does not compute what {name} does: {error}"
+            else:
+                what = f"minikv cannot run {name} exactly: {error}"
+            raise UnsupportedModel(what) from error
         raise
 
 

@@ -156,6 +156,7 @@ class ModelRunner:
         kinds = sorted({copy.kind for copy in copies} - {"device"})
         if kinds:
             raise NotImplementedError(f"copies of kind {', '.join(kinds)}: there is no host pool")
+        self._check_copies(copies)
         src = torch.cat([torch.arange(c.src, c.src + c.num_blocks) for c in copies])
         dst = torch.cat([torch.arange(c.dst, c.dst + c.num_blocks) for c in copies])
         src, dst = src.to(self.device), dst.to(self.device)
@@ -164,6 +165,20 @@ class ModelRunner:
             self._num_layers_copied += 1
         self._num_layers_copied = 0
         copies.clear()
+
+    def _check_copies(self, copies):
+        """A wrong index would wrap around, or write where nobody looks: no error, wrong answers."""
+        written = set()
+        for copy in copies:
+            for start in (copy.src, copy.dst):
+                if not (start >= 0 and 1 <= copy.num_blocks <= self.num_blocks - start):
+                    raise InvariantBroken(
+                        f"{copy} leaves the pool, whose blocks are 0 to {self.num_blocks - 1}"
+                    )
+            blocks = range(copy.dst, copy.dst + copy.num_blocks)
+            if not written.isdisjoint(blocks):
+                raise InvariantBroken(f"{copy} writes blocks that an earlier copy writes, too")
+            written.update(blocks)
 
     def _clean(self, request):
         """Whoever gets these blocks next must find numbers in them: a masked score still

@@ -60,6 +60,9 @@ def run_command(name, function, args, indent=2):
         result = function(args)
         if args.json is not None:
             Path(args.json).write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
+    except (MemoryError, OverflowError) as error:
+        print(f"minikv {name}: too large for this machine: {error}", file=sys.stderr)
+        return 1
     except (ValueError, TypeError, RuntimeError) as error:  # __main__ handles all others
         print(f"minikv {name}: {error}", file=sys.stderr)
         return 1

@@ -31,7 +31,7 @@ def attend(query, pool, metadata, *, scaling, window=None, softcap=None):
         pool_blocks,
         query.stride(0),
         query.stride(1),
-        window or 0,
+        min(window or 0, 2**31 - 1),  # the kernel's positions are 32 bits wide
         scaling,
         softcap or 0.0,
     )

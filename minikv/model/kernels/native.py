@@ -93,19 +93,38 @@ def compiled() -> Path:
     compiler = _compiler()
     folder = cache_dir() / "kernels"
     path = folder / f"cpu-{_key(compiler)}.so"
-    if not path.is_file():
+    if not _is_whole(path):
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "compile.lock"):
-            if not path.is_file():  # whoever held the lock may have just made it
+            if not _is_whole(path):  # whoever held the lock may have just made it
                 _compile(compiler, path)
     return path
+
+
+def _is_whole(path) -> bool:
+    """Whether the library is as it was made: to load a damaged one ends the process."""
+    try:
+        return _digest(path) == _digest_file(path).read_text()
+    except OSError:
+        return False
+
+
+def _digest(path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest_file(path) -> Path:
+    return path.with_suffix(".sha256")
 
 
 def _compiler() -> list[str]:
     """The command, as CXX may hold options, too."""
     if sys.platform == "win32":
         raise CannotCompile("the kernel is not made for Windows")
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise CannotCompile(f"CXX is {os.environ['CXX']!r}: {error}") from error
     if named:
         if shutil.which(named[0]) is None:
             raise CannotCompile(f"CXX is {os.environ['CXX']!r}, and there is no such program")
@@ -145,6 +164,9 @@ def _compile(compiler, path):
                     env=os.environ | {"PYTHONPATH": _python_path()},
                 )
                 if said.returncode == 0:
+                    digest = Path(work) / "cpu.sha256"
+                    digest.write_text(_digest(made))
+                    os.replace(digest, _digest_file(path))
                     os.replace(made, path)
                     return
             reason = _first_complaint(said) or reason
