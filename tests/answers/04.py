@@ -98,6 +98,12 @@ def slot_mapping(table, B, computed, new, width):
     return slots + [-1] * (width - new)
 
 
+# %% ex-4-1 wrong: the check's own count is called
+# says: hands the work to the check
+def slot_mapping(table, B, computed, new, width):
+    return case_4_1([-1], table, B, computed, new, width)[2]["slots"]
+
+
 # %% ex-4-2 right: the free blocks are read from the tables, no book is kept
 class MyManager(KVCacheManager):
     def allocate_slots(self, request, num_new_tokens):
@@ -182,7 +188,7 @@ class MyManager(KVCacheManager):
 
 
 # %% ex-4-2 wrong: the sampled token gets a slot now
-# says: sampled at the end of this step needs no slot now
+# says: or n // block_size + 1 was taken
 class MyManager(KVCacheManager):
     def __init__(self, num_blocks, block_size):
         super().__init__(num_blocks, block_size)
@@ -608,6 +614,193 @@ class MyManager(KVCacheManager):
         self.ids += self.drop_table(request)
 
 
+# %% ex-4-2 wrong: a copy of its own goes back at each free
+# says: Was it taken, or given back, twice
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.ids, self.own = list(range(num_blocks)), {}
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id, [])
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = cdiv(num_tokens, self.block_size) - len(table)
+        if more > len(self.ids):
+            return None
+        table = table + [self.ids.pop() for _ in range(more)]
+        self.own[request.request_id] = table
+        return self.set_table(request, table)
+
+    def free(self, request):
+        self.drop_table(request)
+        self.ids += self.own.get(request.request_id, [])
+
+
+# %% ex-4-2 wrong: None where nothing new is needed
+# says: needs no new block, and was refused
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.ids = list(range(num_blocks))
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id, [])
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = cdiv(num_tokens, self.block_size) - len(table)
+        if more == 0 or more > len(self.ids):
+            return None
+        return self.set_table(request, table + [self.ids.pop() for _ in range(more)])
+
+    def free(self, request):
+        self.ids += self.drop_table(request)
+
+
+# %% ex-4-2 wrong: return forgotten
+# says: has the table [7] now: is its `return` missing
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.ids = list(range(num_blocks))
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id, [])
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = cdiv(num_tokens, self.block_size) - len(table)
+        if more > len(self.ids):
+            return None
+        self.set_table(request, table + [self.ids.pop() for _ in range(more)])
+
+    def free(self, request):
+        self.ids += self.drop_table(request)
+
+
+# %% ex-4-2 wrong: only a `return None`
+# says: None means refused: is a `return` missing
+class MyManager(KVCacheManager):
+    def allocate_slots(self, request, num_new_tokens):
+        return None
+
+    def free(self, request):
+        self.drop_table(request)
+
+
+# %% ex-4-2 wrong: only the new blocks are returned
+# says: return all of that
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.ids = list(range(num_blocks))
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id, [])
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = cdiv(num_tokens, self.block_size) - len(table)
+        if more > len(self.ids):
+            return None
+        new = [self.ids.pop() for _ in range(more)]
+        self.set_table(request, table + new)
+        return new
+
+    def free(self, request):
+        self.ids += self.drop_table(request)
+
+
+# %% ex-4-2 wrong: only the new blocks are noted
+# says: new blocks come behind those
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.ids = list(range(num_blocks))
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id, [])
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = cdiv(num_tokens, self.block_size) - len(table)
+        if more > len(self.ids):
+            return None
+        return self.set_table(request, [self.ids.pop() for _ in range(more)])
+
+    def free(self, request):
+        self.ids += self.drop_table(request)
+
+
+# %% ex-4-2 wrong: new blocks in front
+# says: must stay where they are
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.ids = list(range(num_blocks))
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id, [])
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = cdiv(num_tokens, self.block_size) - len(table)
+        if more > len(self.ids):
+            return None
+        return self.set_table(request, [self.ids.pop() for _ in range(more)] + table)
+
+    def free(self, request):
+        self.ids += self.drop_table(request)
+
+
+# %% ex-4-2 wrong: new blocks must be neighbours of each other
+# says: they need not be neighbours
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.ids = list(range(num_blocks))
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id, [])
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = cdiv(num_tokens, self.block_size) - len(table)
+        for start in sorted(self.ids):
+            new = list(range(start, start + more))
+            if set(new) <= set(self.ids):
+                self.ids = [block for block in self.ids if block not in new]
+                return self.set_table(request, table + new)
+        return self.set_table(request, table) if more == 0 else None
+
+    def free(self, request):
+        self.ids += self.drop_table(request)
+
+
+# %% ex-4-2 wrong: whether enough are free is not asked
+# says: find that out before taking any
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.ids = list(range(num_blocks))
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id, [])
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = cdiv(num_tokens, self.block_size) - len(table)
+        return self.set_table(request, table + [self.ids.pop() for _ in range(more)])
+
+    def free(self, request):
+        self.ids += self.drop_table(request)
+
+
+# %% ex-4-2 wrong: x // B + 1 blocks
+# says: or n // block_size + 1 was taken
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.ids = list(range(num_blocks))
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id, [])
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        more = (num_tokens // self.block_size + 1) - len(table)
+        if more > len(self.ids):
+            return None
+        return self.set_table(request, table + [self.ids.pop() for _ in range(more)])
+
+    def free(self, request):
+        self.ids += self.drop_table(request)
+
+
 # %% ex-4-3 right: token by token
 def held_after_generation(batch, B, layers, size):
     blocks = unused = 0
@@ -635,6 +828,21 @@ def held_after_generation(batch, B, layers, size):
     blocks = sum(cdiv(n, B) for n in written)
     unused = blocks * B - sum(written)
     return blocks, unused, unused * layers * size
+
+
+# %% ex-4-3 wrong: x // B + 1 blocks
+# says: one block too many where n tokens fill
+def held_after_generation(batch, B, layers, size):
+    written = [p + o - 1 for p, o in batch]
+    blocks = sum(n // B + 1 for n in written)
+    unused = blocks * B - sum(written)
+    return blocks, unused, unused * layers * size
+
+
+# %% ex-4-3 wrong: the check's own count is called
+# says: hands the work to the check
+def held_after_generation(batch, B, layers, size):
+    return list(case_4_3((0, 0, 0), batch, B, layers, size)[2].values())
 
 
 # %% ex-4-3 wrong: a table per layer
@@ -740,74 +948,90 @@ def held_after_generation(batch, B, layers, size):
 
 # %% ex-4-4 no delegate: the suspect rule stands in the notebook; the package has no such bug
 
+
 # %% ex-4-4 right: two triples
 def failing_cases():
-    return (2, 2, 2), (2, 1, 2)
+    return (1, 4, 2), (2, 5, 3)
+
+
+# %% ex-4-4 right: an array
+def failing_cases():
+    import numpy as np
+
+    return np.array([[1, 4, 2], [2, 5, 3]])
 
 
 # %% ex-4-4 right: lists, by the pattern of replays
 def failing_cases():
-    def first(sign):
-        for B in range(1, 9):
-            for prompt in range(1, 9):
-                for step, _, _, held, need in replay(suspect_rule, prompt, B, 20):
-                    if sign * (held - need) > 0:
-                        return [B, prompt, step]
-    return [first(-1), first(1)]
+    found = {}
+    for B in range(1, 6):
+        for prompt in range(1, 12):
+            for chunk in range(1, 12):
+                for _, computed, _, held, need in replay(suspect_rule, B, prompt, chunk):
+                    if held < need:
+                        found.setdefault(computed % B > 0, [B, prompt, chunk])
+                        break
+    return [found[False], found[True]]
 
 
-# %% ex-4-4 wrong: blocks of one token
-# says: With blocks of one token the rule is right
+# %% ex-4-4 wrong: a prompt in one chunk
+# says: All of the prompt is computed in step 1
 def failing_cases():
-    return (1, 1, 2), (2, 1, 2)
+    return (1, 4, 4), (2, 5, 3)
 
 
-# %% ex-4-4 wrong: the step of the prompt
-# says: Step 1 computes the whole prompt
+# %% ex-4-4 wrong: one token a step
+# says: One token a step needs one block
 def failing_cases():
-    return (2, 2, 1), (2, 1, 2)
+    return (1, 4, 2), (2, 5, 1)
 
 
-# %% ex-4-4 wrong: a step too late
-# says: The first step to have
+# %% ex-4-4 wrong: the second chunk is one token
+# says: There every token has its slot
 def failing_cases():
-    return (2, 2, 4), (2, 1, 2)
+    return (1, 3, 2), (2, 5, 3)
 
 
-# %% ex-4-4 wrong: right but larger
+# %% ex-4-4 wrong: the second chunk just fits
+# says: There every token has its slot
+def failing_cases():
+    return (1, 4, 2), (2, 4, 3)
+
+
+# %% ex-4-4 wrong: right but larger, at a boundary
 # says: Is there a smaller case
 def failing_cases():
-    return (4, 4, 2), (2, 1, 2)
+    return (2, 7, 4), (2, 5, 3)
 
 
-# %% ex-4-4 wrong: a prompt that ends inside a block
-# says: the other way round
+# %% ex-4-4 wrong: right but larger, inside
+# says: Is there a smaller case
 def failing_cases():
-    return (2, 1, 2), (2, 1, 2)
+    return (1, 4, 2), (4, 6, 3)
 
 
 # %% ex-4-4 wrong: the two swapped
-# says: the other way round
+# says: but of the other kind
 def failing_cases():
-    return (2, 1, 2), (2, 2, 2)
-
-
-# %% ex-4-4 wrong: too many with a longer prompt
-# says: Is there a smaller case
-def failing_cases():
-    return (2, 2, 2), (2, 3, 2)
+    return (2, 5, 3), (1, 4, 2)
 
 
 # %% ex-4-4 wrong: one triple only
-# says: must return (too_few, too_many)
+# says: must return (at_boundary, inside)
 def failing_cases():
-    return (2, 2, 2)
+    return (1, 4, 2)
 
 
 # %% ex-4-4 wrong: a block of no tokens
 # says: three whole numbers from 1
 def failing_cases():
-    return (0, 1, 1), (2, 1, 2)
+    return (0, 1, 1), (2, 5, 3)
+
+
+# %% ex-4-4 wrong: the check is asked for the smallest
+# says: hands the work to the check
+def failing_cases():
+    return smallest("at_boundary"), smallest("inside")
 
 
 # %% ex-4-4-b no delegate: the package has the rule only inside its allocate_slots
@@ -836,7 +1060,63 @@ def mended_rule(computed, new, num_tokens, held, B):
 def mended_rule(computed, new, num_tokens, held, B):
     if held == 0:
         return cdiv(new, B)
+    return int(computed % B == 0)
+
+
+# %% ex-4-4-b wrong: num_tokens % B == 0
+# says: num_tokens % block_size == 0 is the wrong moment
+def mended_rule(computed, new, num_tokens, held, B):
+    if held == 0:
+        return cdiv(new, B)
     return int(num_tokens % B == 0)
+
+
+# %% ex-4-4-b wrong: (num_tokens - 1) % B == 0
+# says: not while a prompt comes in chunks
+def mended_rule(computed, new, num_tokens, held, B):
+    if held == 0:
+        return cdiv(new, B)
+    return int((num_tokens - 1) % B == 0)
+
+
+# %% ex-4-4-b wrong: only the boundary is mended
+# says: first fills that block
+def mended_rule(computed, new, num_tokens, held, B):
+    return cdiv(new, B) if computed % B == 0 else 0
+
+
+# %% ex-4-4-b wrong: whole blocks of new tokens
+# says: first fills that block
+def mended_rule(computed, new, num_tokens, held, B):
+    return cdiv(new, B) if computed % B == 0 else new // B
+
+
+# %% ex-4-4-b wrong: one block for what crosses
+# says: first fills that block
+def mended_rule(computed, new, num_tokens, held, B):
+    if computed % B == 0:
+        return cdiv(new, B)
+    return int(computed % B + new > B)
+
+
+# %% ex-4-4-b wrong: x // B + 1
+# says: or n // block_size + 1 was taken
+def mended_rule(computed, new, num_tokens, held, B):
+    return (computed + new) // B + 1 - held
+
+
+# %% ex-4-4-b wrong: a float from numpy
+# says: must return an int
+def mended_rule(computed, new, num_tokens, held, B):
+    import numpy as np
+
+    return np.ceil((computed + new) / B) - held
+
+
+# %% ex-4-4-b wrong: the check's own count is called
+# says: hands the work to the check
+def mended_rule(computed, new, num_tokens, held, B):
+    return case_4_4(0, computed, new, num_tokens, held, B)[2]["number of new blocks"]
 
 
 # %% ex-4-4-b wrong: % B == 1
@@ -850,8 +1130,6 @@ def mended_rule(computed, new, num_tokens, held, B):
 # %% ex-4-4-b wrong: one block at most
 # says: can cross a boundary, or several
 def mended_rule(computed, new, num_tokens, held, B):
-    if held == 0:
-        return cdiv(new, B)
     return int(computed % B == 0)
 
 
@@ -868,7 +1146,7 @@ def mended_rule(computed, new, num_tokens, held, B):
 
 
 # %% ex-4-4-b wrong: the sampled token needs a slot now
-# says: needs no slot now
+# says: or n // block_size + 1 was taken
 def mended_rule(computed, new, num_tokens, held, B):
     return cdiv(computed + new + 1, B) - held
 
@@ -1246,6 +1524,23 @@ def check_books(books):
             raise InvariantBroken(f"block {block}: not in one place")
         if named[block] != books.ref_cnt[block]:
             raise InvariantBroken(f"block {block}: ref_cnt {books.ref_cnt[block]}")
+
+
+# %% ex-4-5 wrong: block -1 is the last of a list
+# says: Python takes for the last of a list
+def check_books(books):
+    names = [[] for _ in range(books.num_blocks)]
+    for name, table in books.tables.items():
+        for block in table:
+            if block >= books.num_blocks or name in names[block]:
+                raise InvariantBroken(f"{name}: no such block, or twice")
+            names[block].append(name)
+        if len(table) * books.block_size < books.num_computed_tokens[name]:
+            raise InvariantBroken(f"{name}: too few slots")
+    for block, holders in enumerate(names):
+        free, cached = books.free.count(block), books.cached_free.count(block)
+        if free + cached + bool(holders) != 1 or len(holders) != books.ref_cnt[block]:
+            raise InvariantBroken(f"block {block}: {holders}, {free}, {cached}")
 
 
 # %% ex-4-5 wrong: returns instead of raising
