@@ -1036,6 +1036,7 @@ def failing_cases():
 
 # %% ex-4-4-b no delegate: the package has the rule only inside its allocate_slots
 
+
 # %% ex-4-4-b right: what does not fit into the room left
 def mended_rule(computed, new, num_tokens, held, B):
     room = held * B - computed
