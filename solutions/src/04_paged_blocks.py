@@ -74,7 +74,7 @@ def ours(function):
     OURS.add(function.__code__)
     return function
 
-
+# %% ask-bounded jupyter={"source_hidden": true}
 def bounded(function, *args, most=10_000_000):
     """function(*args), cut off after so many instructions of code that stands in this notebook, and
     where it calls the package's managers or what holds an answer here."""
@@ -293,6 +293,13 @@ def refused(manager, request, num_held, more, free):
     return f"{said} Any free blocks will do; they need not be neighbours."
 
 
+def too_few_free(manager, request, num_new_tokens, before):
+    """Whether so many tokens need more blocks than the tables before the call left free."""
+    num_blocks = cdiv(request.num_computed_tokens + num_new_tokens, manager.block_size)
+    num_held = len(before.get(request.request_id, ()))
+    return num_blocks - num_held > manager.num_blocks - sum(map(len, before.values()))
+
+
 def list_of_block_ids(value):
     try:
         return [block.__index__() for block in value]
@@ -350,15 +357,10 @@ def watched(kind):
             except (Exception, Endless, Delegated) as error:
                 if name == "free" and args[0].request_id not in before:
                     given = f"{args[0].request_id} holds no table. Then free does nothing.\n{given}"
-                if name == "allocate_slots" and self.too_few_free(*args, before):
+                if name == "allocate_slots" and too_few_free(self, *args, before):
                     given = f"Fewer blocks are free than it needs: find that out before taking any, and return None.\n{given}"
                 raise AssertionError(told(name, error, given)) from None
             return value
-
-        def too_few_free(self, request, num_new_tokens, before):
-            held = len(before.get(request.request_id, ()))
-            more = cdiv(request.num_computed_tokens + num_new_tokens, self.block_size) - held
-            return more > self.num_blocks - sum(map(len, before.values()))
 
         def allocate_slots(self, request, num_new_tokens):
             self.watch_log.append(f"allocate_slots({request.request_id}, {num_new_tokens})")
@@ -465,7 +467,7 @@ def case_4_3(value, batch, block_size, num_layers, layer_bytes):
                          "Those are the bytes in use.": live * num_layers * layer_bytes},
     }  # fmt: skip
 
-
+# %% slips-4-3-b jupyter={"source_hidden": true}
 def inputs_4_3():
     """(batch, block_size, num_layers, bytes), small ones first: single requests, then batches."""
     singles = [([(3, 2)], 4), ([(4, 1)], 4), ([(4, 2)], 4), ([(1, 1)], 1), ([(2, 5)], 4)]
@@ -579,8 +581,7 @@ class Keeper:
     def __init__(self, num_blocks, block_size, rng):
         self.num_blocks, self.block_size, self.rng = num_blocks, block_size, rng
         self.tables, self.num_computed_tokens, self.ref_cnt, self.cached_free = {}, {}, [0] * num_blocks, []
-        self.harm = False  # a faulty one notes here that its books contradict each other from now on
-        self.free = rng.sample(range(num_blocks), num_blocks)
+        self.free, self.harm = rng.sample(range(num_blocks), num_blocks), False  # harm: the books are wrong from now on
 
     def take(self):
         block = (self.free or self.cached_free).pop(0)
