@@ -147,12 +147,16 @@ def _windows(moments):
 
 def _alt(title, drawn, moments, means, while_free):
     times, free, largest = drawn["times"], drawn["free"], drawn["largest"]
+    mean_free, mean_largest = (  # over the moments: windows may hold unequal numbers of them
+        np.mean([getattr(m, of) for m in moments]) / moments[0].num_slots
+        for of in ("free_slots", "largest_free_slots")
+    )
     widest = int(np.argmax(np.subtract(free, largest)))
     enough = sum(e for _, _, e in drawn["refused"])
     return (
         f"{title}, in percent of the pool{means}, from {moments[0].time_s:,.0f} to "
         f"{moments[-1].time_s:,.0f} s: on average "
-        f"{np.mean(free):.0%} is free, and the largest gap has {np.mean(largest):.0%}. They are "
+        f"{mean_free:.0%} is free, and the largest gap has {mean_largest:.0%}. They are "
         f"farthest apart at {times[widest]:,.0f} s: {free[widest]:.0%} free, {largest[widest]:.0%} "
         f"in the largest gap. {len(drawn['refused'])} requests were refused at their first "
         f"attempt{while_free}, {enough} of them though enough was free in sum."
