@@ -65,7 +65,7 @@ print(f"{len(needs):,} requests in an hour; slots needed: median {np.median(need
 # %% [markdown]
 # The simulator of chapter 02 plays it, the engine's own loop without tensors. A recorder writes down
 # what the memory looked like: every second, and whenever a request is refused at its **first
-# attempt**: when it first stands at the head of the queue.
+# attempt**, when it first stands at the head of the queue.
 
 # %% hour
 def serve(manager, traffic=traffic, step_time=step_time, seconds=3600, every_s=1.0, seed=0):
@@ -398,7 +398,8 @@ for fit in ("first", "best", "worst"):
     print(f"{fit:6} takes block {start:2}; left: {[e.num_blocks for e in allocator.extents()]}")
 
 # %% [markdown]
-# Next fit is first fit that goes on where it last stopped.
+# Best is the shortest that is long enough, worst the longest. Next fit is first fit that goes on where
+# it last stopped.
 #
 # > **Predict.** Which refuses the fewest requests? Which has the shortest wait?
 
@@ -505,7 +506,7 @@ for name, run in grown.items():
 # %% [markdown]
 # Read it in three steps. *Moves* are per request: with small blocks dozens, with blocks of 16 still a
 # dozen. Each growth needs the next block, and there often stands a neighbour. (Not always, or blocks
-# of 1 moved for every token: whoever moved grows in place while the gap behind him lasts.)
+# of 1 would move for every token: whoever moved grows in place while the gap behind him lasts.)
 # *Copying*, though, takes a few percent at most. What hurts is *preempted*: who finds no
 # gap for his grown self sends the request admitted last back to the queue, to be computed *again*. (That
 # is what the longest pauses between two tokens are.)
@@ -836,8 +837,7 @@ viz.fragmentation_lab()
 #
 # - Step times and copies are a model (`step_time.describe()` prints it). The allocator is real; all
 #   seconds are as good as the model.
-# - The pool is an A100's and the pace an H100's, so that the service keeps up with its traffic, which
-#   is made up. Chats show far less, as you saw.
+# - The pool is an A100's and the pace an H100's, to keep up with the traffic, which is made up. Chats show far less, as you saw.
 # - Nearly everything was one seed, and one misled us. `python -m minikv simulate paradox` plays the
 #   case in more.
 # - First come, first served: a scheduler that lets short requests overtake would fill the gaps, and
