@@ -535,7 +535,7 @@ assert len(set(starts)) > 1
 card
 
 # %% [markdown]
-# Where the new place overlaps the old, the band only steps aside.
+# Where the new place overlaps the old, the band only steps down.
 #
 # > **Predict.** The gaps between tokens, the slowest in a hundred of each half minute: when does
 # > growing hurt, always or in bursts?
@@ -558,7 +558,7 @@ for name, half_minutes in (("calmest", by_pause[:3]), ("worst", by_pause[-3:])):
 card
 
 # %% [markdown]
-# In bursts, when the pool is nearly full for a moment. Even then it seldom is quite full: on average
+# In bursts, when the pool is nearly full for a moment. Even then it is not quite full: on average
 # a quarter is *free*, and neighbours stand in the way.
 #
 # Moves are real. A small random model, on tensors, in a pool so tight that requests move and step back:
