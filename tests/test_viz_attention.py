@@ -83,15 +83,17 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_states_are_those_of_softmax_and_of_the_package(name):
     blocks = BLOCKS[name]
-    states = softmax.softmax_states(blocks)
+    values = [[10.0 * (i + 1) + j for j in range(len(of))] for i, of in enumerate(blocks)]
+    states = softmax.softmax_states(blocks, values)
     seen, theirs = [], OnlineSoftmax(torch.ones(1, 1, dtype=torch.float64))
-    for scores, state in zip(blocks, states, strict=True):
+    for scores, worth, state in zip(blocks, values, states, strict=True):
         seen += scores
         keys = torch.tensor([[0.0 if s == HIDDEN else s] for s in scores], dtype=torch.float64)
         looks = torch.tensor([[s != HIDDEN for s in scores]])
-        theirs.add_block(keys, torch.ones_like(keys), looks)
+        theirs.add_block(keys, torch.tensor(worth, dtype=torch.float64)[:, None], looks)
         assert state.largest == theirs.largest.item() == max(seen)
         assert state.total == pytest.approx(theirs.total.item(), rel=1e-12)
+        assert state.mixed == pytest.approx(theirs.mixed.item(), rel=1e-12)
         assert sum(state.weights) == pytest.approx(state.total, rel=1e-12)
         if state.largest > HIDDEN:
             exact = torch.tensor(seen, dtype=torch.float64).softmax(0)
@@ -109,8 +111,20 @@ def test_the_figure_draws_the_states_and_says_them(name):
     card, states = softmax.online_softmax(BLOCKS[name])
     assert states == softmax.softmax_states(BLOCKS[name])
     assert card.alt.count("after block") == len(BLOCKS[name]) and len(card.png(40)) > 1000
+    legend = {text.get_text() for text in card.legends[0].get_texts()}
+    assert ("not read yet" in legend) == (len(BLOCKS[name]) > 1)
+    assert ("hidden by the mask" in legend) == any(HIDDEN in of for of in BLOCKS[name])
     bars = [bar.get_height() for bar in card.axes[-1].patches]
     assert bars == list(states[-1].weights)
+
+
+def test_values_are_mixed_in_the_figure_too_and_must_be_as_many_as_the_scores():
+    card, states = softmax.online_softmax([[0.0], [math.log(3)]], values=[[4.0], [8.0]])
+    assert [state.mixed for state in states] == [4.0, pytest.approx(4 / 3 + 8)]
+    notes = [ax.texts[-1].get_text() for ax in card.axes[1:]]
+    assert "mixed 4.00" in notes[0] and "mixed 9.33" in notes[1] and "mixed 9.33" in card.alt
+    with pytest.raises(ValueError, match="one for each score"):
+        softmax.online_softmax([[0.0, 1.0]], values=[[4.0]])
 
 
 @pytest.mark.parametrize("blocks", [[], [[1.0], []]], ids=["none", "an empty one"])

@@ -27,6 +27,7 @@ from minikv.viz.tables import (
 
 PER_LINE = 24  # slots of the pool in a line, about
 LEFT, LINE_GAP, BETWEEN, ROW_GAP = 0.95, 0.24, 0.75, 0.2  # inches
+STRAIGHT = 0.16  # inches above the first copy from which all arrows are upright
 EDGE = {"edgecolor": INK, "linewidth": 0.6}
 
 
@@ -80,10 +81,14 @@ def gather_map(snap, labels, *, title="What gather copies"):
         }
         write(ax, LEFT - 0.1, 0.25 + ROW / 2, "the pool", MUTED, ha="right")
         corners = [(LEFT + b.place * size * width, places[b.request_id]) for b in blocks]
-        middle = size * width / 2
+        # Each request's arrows have a place of their own in a block, so that an arrow that goes on
+        # behind the copies above is not taken for one that ends there.
+        entry = {name: (i + 1) / (len(labels) + 1) for i, name in enumerate(labels)}
+        above = min(places.values()) - STRAIGHT
         for block, (x, y) in zip(blocks, corners, strict=True):
             from_x, from_y = corner(block.block_id)
-            _curve(ax, (from_x + middle, from_y + ROW), (x + middle, y), block, colours)
+            inwards = entry[block.request_id] * size * width
+            _curve(ax, (from_x + inwards, from_y + ROW), (x + inwards, y), above, block, colours)
         for block, at in zip(blocks, corners, strict=True):  # over the arrows to the rows below
             _draw_copy(ax, snap, block, labels, colours[block.request_id], at, width)
         for name, y in places.items():
@@ -116,9 +121,9 @@ def _draw_pool(ax, snap, labels, colours, corner, width):
         x, y = corner(block_id)
         if block_id == snap.num_blocks:
             outline(ax, x, y, width * size, facecolor=WHITE, hatch="xx", linewidth=0.8)
-            write(ax, x + width * size / 2, y - 0.07, "padding", MUTED, fontsize=6)
+            _number(ax, x + width * size / 2, y, "padding")
             continue
-        write(ax, x + width * size / 2, y - 0.07, block_id, MUTED, fontsize=6)
+        _number(ax, x + width * size / 2, y, block_id)
         for offset in range(size):
             slot, at = block_id * size + offset, x + width * offset
             owner = slots.owners[slot]
@@ -131,6 +136,12 @@ def _draw_pool(ax, snap, labels, colours, corner, width):
             if slot in texts:
                 token(ax, at + width / 2, y + ROW / 2, texts[slot], LIVE, colours[owner], width)
         outline(ax, x, y, width * size, linewidth=0.8)
+
+
+def _number(ax, x, y, text):
+    """Over the arrows, which would make it unreadable."""
+    halo = [withStroke(linewidth=3, foreground=CARD)]
+    write(ax, x, y - 0.07, text, MUTED, fontsize=6, zorder=4, path_effects=halo)
 
 
 def _draw_copy(ax, snap, block, labels, of, at, width):
@@ -148,13 +159,13 @@ def _draw_copy(ax, snap, block, labels, of, at, width):
     outline(ax, x, y, width * size)
 
 
-def _curve(ax, start, end, block, colours):
-    """An arrow that leaves and arrives upright, over the pool's other lines."""
+def _curve(ax, start, end, above, block, colours):
+    """An arrow that leaves upright, over the pool's other lines, and is upright from `above` on."""
     (x0, y0), (x1, y1) = start, end
-    bend = (y1 - y0) * 0.5
+    bend = (above - y0) * 0.5
     path = Path(
-        [(x0, y0), (x0, y0 + bend), (x1, y1 - bend), (x1, y1)],
-        [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4],
+        [(x0, y0), (x0, y0 + bend), (x1, above - bend), (x1, above), (x1, y1)],
+        [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4, Path.LINETO],
     )
     arrow = FancyArrowPatch(
         path=path, arrowstyle="-|>,head_length=4.5,head_width=2.2", linewidth=1.4, shrinkA=0,

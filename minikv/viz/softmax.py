@@ -5,52 +5,65 @@ from typing import NamedTuple
 
 from matplotlib.patches import Patch
 
-from minikv.viz.style import INK, MUTED, RULE, WHITE, colour, figure, look, tint
+from minikv.viz.style import INK, MUTED, WHITE, colour, figure, look, tint
 
 GAP = 0.6  # slots between two blocks
+UNREAD = {"facecolor": "none", "edgecolor": MUTED, "linestyle": (0, (2, 2)), "linewidth": 0.8}
+HIDDEN = {"facecolor": WHITE, "edgecolor": MUTED, "hatch": "////", "linewidth": 0.6}
 
 
 class SoftmaxState(NamedTuple):
     """After some blocks: the largest score so far, what the earlier sum was multiplied by, the sum
-    of exp(score - largest), and that weight of each slot seen so far."""
+    of exp(score - largest), that weight of each slot seen so far, and the values mixed by it."""
 
     largest: float
     shrink: float
     total: float
     weights: tuple
+    mixed: float | None = None
 
 
-def softmax_states(blocks) -> list[SoftmaxState]:
-    """blocks: scores of each block's slots, -inf where the query may not look."""
-    largest, total, seen, states = -math.inf, 0.0, [], []
-    for scores in blocks:
+def softmax_states(blocks, values=None) -> list[SoftmaxState]:
+    """blocks: scores of each block's slots, -inf where the query may not look. values: a number
+    for each of them. Raises ValueError for values that are not as many as the scores."""
+    lengths = [len(scores) for scores in blocks]
+    if values is not None and [len(of) for of in values] != lengths:
+        raise ValueError(f"values {values!r}: there must be {lengths}, one for each score")
+    largest, total, mixed, seen, states = -math.inf, 0.0, None, [], []
+    for index, scores in enumerate(blocks):
         new = max(largest, *scores)
         reference = 0.0 if new == -math.inf else new
         shrink = math.exp(largest - reference)
         seen += scores
         weights = tuple(math.exp(score - reference) for score in seen)
-        total = total * shrink + sum(weights[len(seen) - len(scores) :])
+        new_weights = weights[len(seen) - len(scores) :]
+        total = total * shrink + sum(new_weights)
+        if values is not None:
+            added = sum(w * v for w, v in zip(new_weights, values[index], strict=True))
+            mixed = (mixed or 0.0) * shrink + added
         largest = new
-        states.append(SoftmaxState(largest, shrink, total, weights))
+        states.append(SoftmaxState(largest, shrink, total, weights, mixed))
     return states
 
 
-def online_softmax(blocks, *, title="Online softmax"):
+def online_softmax(blocks, *, values=None, title="Online softmax"):
     """The scores of each block on top; below it one row for the state after each block, in which
     the bars are weights relative to the largest score so far. Returns (figure, [SoftmaxState]).
 
-    blocks: as softmax_states takes them. Raises ValueError for none, or one without slots.
+    blocks, values: as softmax_states takes them. Raises ValueError for no block, or one without
+    slots.
     """
     if not blocks or not all(len(scores) for scores in blocks):
         raise ValueError(f"blocks {blocks!r}: there must be one, and each needs a slot")
-    states = softmax_states(blocks)
+    states = softmax_states(blocks, values)
     places = [
         (index, slot, sum(map(len, blocks[:index])) + slot + GAP * index)
         for index, scores in enumerate(blocks)
         for slot in range(len(scores))
     ]
     alt = "; ".join(
-        f"after block {i}: largest {s.largest:g}, sum {s.total:.2f}" for i, s in enumerate(states)
+        f"after block {i}: largest {s.largest:g}, sum {s.total:.2f}{_mixed(s, ', ')}"
+        for i, s in enumerate(states)
     )
     card, axes = figure(
         8, 2.2 + 1.0 * len(states), rows=1 + len(states), columns=1, sharex=True,
@@ -67,10 +80,12 @@ def online_softmax(blocks, *, title="Online softmax"):
         handles = [
             Patch(facecolor=colour(0), edgecolor=INK, label="weight of this block's slots"),
             Patch(facecolor=tint(colour(0), 0.35), edgecolor=INK, label="of earlier blocks'"),
-            Patch(facecolor=WHITE, edgecolor=MUTED, hatch="////", label="hidden by the mask"),
         ]
-        hidden = any(score == -math.inf for scores in blocks for score in scores)
-        card.legend(handles=handles if hidden else handles[:2], loc="outside lower center", ncols=3)
+        if len(blocks) > 1:
+            handles.append(Patch(label="not read yet", **UNREAD))
+        if any(score == -math.inf for scores in blocks for score in scores):
+            handles.append(Patch(label="hidden by the mask", **HIDDEN))
+        card.legend(handles=handles, loc="outside lower center", ncols=4)
     return card, states
 
 
@@ -80,8 +95,7 @@ def _draw_scores(ax, blocks, places, states):
     for index, slot, x in places:
         score = blocks[index][slot]
         if score == -math.inf:
-            style = {"facecolor": WHITE, "edgecolor": MUTED, "hatch": "////", "linewidth": 0.6}
-            ax.bar(x, high - low, 0.8, bottom=low, **style)
+            ax.bar(x, high - low, 0.8, bottom=low, **HIDDEN)
         else:
             ax.bar(x, score, 0.8, color=tint(INK, 0.3), edgecolor=INK, linewidth=0.6)
             ax.text(
@@ -108,7 +122,7 @@ def _draw_scores(ax, blocks, places, states):
 def _draw_state(ax, index, state, places):
     for block, slot, x in places:
         if block > index:
-            ax.bar(x, 1, 0.8, facecolor="none", edgecolor=RULE, linestyle=(0, (2, 2)))
+            ax.bar(x, 1, 0.8, **UNREAD)
             continue
         weight = state.weights[sum(b < block for b, *_ in places) + slot]
         face = colour(0) if block == index else tint(colour(0), 0.35)
@@ -119,5 +133,9 @@ def _draw_state(ax, index, state, places):
     ax.set_ylabel(f"after\nblock {index}", rotation=0, ha="right", va="center")
     largest = "none" if state.largest == -math.inf else f"{state.largest:g}"
     earlier = f"earlier × {state.shrink:.2f}\n" if index else ""
-    said = f"largest {largest}\n{earlier}sum {state.total:.2f}"
-    ax.text(places[-1][2] + 0.9, 0.6, said, va="center", fontsize=8.5)
+    said = f"largest {largest}\n{earlier}sum {state.total:.2f}" + _mixed(state, "\n")
+    ax.text(places[-1][2] + 0.9, 0.78, said, va="center", fontsize=8.5)
+
+
+def _mixed(state, before):
+    return "" if state.mixed is None else f"{before}mixed {state.mixed:.2f}"

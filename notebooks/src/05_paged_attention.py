@@ -116,7 +116,8 @@ excerpt("model/attention.py", "# First write", "return mixed[None], None")
 
 # %% [markdown]
 # Writing is the slot mapping of chapter 04. Reading is left to a **backend**, one of several functions
-# with the same arguments. We look over its shoulder for one decode step.
+# with the same arguments. (`window` comes in section 5. `softcap` squeezes scores between two bounds, in
+# models made with it; ours has neither.) We look over its shoulder for one decode step.
 #
 # > **Predict.** The model has 30 layers. How many block tables does the step bring along?
 
@@ -166,7 +167,7 @@ def gathered(pool, table, seq_len):
 
 def attend_dense(q, keys, values):
     "One query over n tokens. q [9, 64]; keys and values [3, n, 64]."
-    scores = q.view(3, 3, 64) @ keys.mT * 64**-0.5
+    scores = q.view(3, 3, 64) @ keys.mT * 64**-0.5  # [kv heads, query heads of each, n]
     return (scores.softmax(-1) @ values).reshape(9, 64)
 
 
@@ -277,7 +278,8 @@ def a_step(contexts, block_size=16, scattered=True):
     query = torch.randn(len(contexts), 9, 64, generator=dice)
     step = AttentionMetadata(
         tables.to(DEVICE), torch.arange(len(contexts) + 1, dtype=torch.int32, device=DEVICE),
-        torch.tensor(contexts, dtype=torch.int32, device=DEVICE), None, 1, max(contexts))  # fmt: skip
+        torch.tensor(contexts, dtype=torch.int32, device=DEVICE), first_visible=None,  # no padding slots
+        max_query_len=1, max_seq_len=max(contexts))  # fmt: skip
     return query.to(DEVICE), pool.to(DEVICE), step
 
 
@@ -317,8 +319,8 @@ for name, t in times.items():
     print(f"{t / times['gather attention']:4.0%}  {name}")
 
 # %% [markdown]
-# The copy is a good part of the work, on most machines, and it is made anew in every layer of every
-# step. So gather has its place: it is plain torch, runs everywhere, and says what is right.
+# The copy is a good part of the work on the machine that built this page, and it is made anew in every
+# layer of every step. So gather has its place: it is plain torch, runs everywhere, and says what is right.
 # *Equal* it is; *free* it is not.
 #
 # ## 3. Softmax in pieces
@@ -387,8 +389,10 @@ print(f"largest {largest:.0f}, sum {total:.3f}, mixed {mixed:.2f}: {mixed / tota
 # 2018), the idea inside FlashAttention (Dao et al. 2022). Divide once, at the end.
 
 # %% online-figure
-card, states = viz.online_softmax(scores, title="Block 1 brings a larger score: what block 0 summed up shrinks")
-assert [s.largest for s in states] == [2, 4] and abs(states[1].total - total) < 1e-12
+card, states = viz.online_softmax(
+    scores, values=values, title="Block 1 brings a larger score: what block 0 summed up shrinks")  # fmt: skip
+for state, triple in zip(states, (first, (largest, total, mixed)), strict=True):
+    assert max(abs(x - y) for x, y in zip((state.largest, state.total, state.mixed), triple, strict=True)) < 1e-12
 card
 
 # %% [markdown]
@@ -463,6 +467,9 @@ for name, got in (("gather", by_hand), ("online", walked)):
 compare("online")
 
 # %% [markdown]
+# By hand, section 2 cut off the tail. The package's gather cannot: it multiplies the whole rectangle, and
+# gives unwritten slots the weight 0.
+#
 # > **Predict.** We fill every slot that no token has written with NaN, as a recycled block might hold.
 # > What do the two backends answer? And with 10,000 instead of NaN?
 
@@ -473,20 +480,22 @@ for row, n in zip(metadata.block_tables.tolist(), metadata.seq_lens.tolist(), st
         written[row[position // 4], position % 4] = True
 unwritten = ~written.to(DEVICE)[None, :, None, :, None]
 for poison, backend in ((nan, gather), (nan, online), (1e4, gather), (1e4, online)):
-    with torch.inference_mode():  # as in the engine, whose buffers gather uses again
+    with torch.inference_mode():  # the engine made gather's buffers in this mode; only in it are they writable
         got = backend.attend(query, pool.masked_fill(unwritten, poison), metadata, **options)
     verdict = "the same" if torch.allclose(got, answer, rtol=0, atol=1e-5) else "NaN" if got.isnan().any() else "wrong"
     print(f"{poison:7} in unwritten slots, {backend.__name__.split('.')[-1]}: {verdict}")
 
 # %% [markdown]
-# Gather multiplies what it has copied, with weight 0. Any number is harmless then, and NaN is not; so
-# the engine zeroes its pool at the start, and cleans the blocks of a request whose values overflowed.
+# With weight 0 any number is harmless, and NaN is not; so the engine zeroes its pool at the start, and cleans the blocks of a request whose values overflowed.
 # Whoever cuts off the tail need not care.
 #
 # ## 5. Who may look where
 #
 # A decode step is one row, and sees all that is written. A chunk of a prompt is several rows, on top of
 # what earlier chunks wrote. A's seven tokens, at most four in a step:
+#
+# The package's gather puts requests that one product can serve in a group; the group's `bias` is added to
+# the scores: 0 where a query may look (`#`), minus infinity elsewhere.
 #
 # > **Predict.** How long is the key sequence in the first of these steps: 4, or 7?
 
@@ -512,13 +521,15 @@ for _, kv_pool, step_of, _, _ in chunk_calls:
 # %% wrong-length
 q_chunk, kv_pool, step_of, options_of, right = chunk_calls[0]
 slip = AttentionMetadata(step_of.block_tables.new_tensor([[*step_of.block_tables[0].tolist(), 5]]),
-                         step_of.query_start_loc, step_of.seq_lens.new_tensor([7]), None, 4, 7)  # fmt: skip
+                         step_of.query_start_loc, step_of.seq_lens.new_tensor([7]), first_visible=None,
+                         max_query_len=4, max_seq_len=7)  # fmt: skip
 fresh = kv_pool.clone()
 fresh[:, 5] = 0  # the next block, as it is before anyone writes to it
 got = gather.attend(q_chunk, fresh, slip, **options_of)
-for row in range(4):
+[group] = gather.query_groups(slip, fresh)
+for row, bias in enumerate(group.bias(8, None, torch.float32)[0, 0, 0].tolist()):
     same = torch.allclose(got[row], right[row], atol=1e-5)
-    print(f"token {row}: {'the same' if same else 'another answer'}, sees positions 0 to {row + 3}, not 0 to {row}")
+    print(f"token {row}: {'the same' if same else 'another answer'}, sees positions 0 to {bias.count(0) - 1}, not 0 to {row}")
 
 # %% [markdown]
 # Every row looks too far: at tokens that come after it, and at slots that hold nothing yet. A zero key
@@ -601,9 +612,10 @@ print(f"on this machine scattered blocks cost {fast}: {paged / others[0] - 1:+.0
 # (Where the engine's choice is gather itself, it says nothing.) The second over the third and fourth is
 # what *indirection* costs this kernel. On the CPU that built this page consecutive blocks are read
 # somewhat faster, and one large block, with nothing to look up, is often *slower*: inside of it the kernel
-# gives no hints. It is the hints that make the table cheap. Compiled without that one line, the kernel
-# took about twice as long over scattered blocks.
-# <!-- source: cpu.cpp without its __builtin_prefetch, 3 runs in turns, an AMD EPYC with two cores: 2.2 to 2.6 ms against 1.0 to 1.2 ms -->
+# gives no useful hints, since `ahead` looks into the next block only. It is the hints that make the table
+# cheap. Compiled without that one line, the kernel took 0.9 to 1.8 ms over scattered blocks, instead of
+# 0.4 to 0.7 ms: about twice as long.
+# <!-- source: cpu.cpp with and without its __builtin_prefetch, 5 runs in turns, best of 60 each, an AMD EPYC with two cores, in use by others too -->
 #
 # The line of torch's own attention belongs to a question of chapter 01, why attention on a cache side by
 # side took longer than its bytes explain: for a single query the kernel matters as much as the layout.
@@ -618,8 +630,17 @@ print(f"on this machine scattered blocks cost {fast}: {paged / others[0] - 1:+.0
 # ## 7. The Triton kernel, line by line
 #
 # On a GPU the backend is `kernels/triton_paged.py`. Triton is Python that is compiled for GPUs: many
-# *programs* run at once, and each works on whole tiles. Here it stands beside `online.py`, which you
-# know. (Read as text: the chapter does not need Triton.)
+# *programs* run at once, numbered by `tl.program_id`, and each works on whole tiles. Below it stands
+# beside `online.py`, which you know. (Read as text: the chapter does not need Triton.) Where they differ,
+# the GPU is the reason:
+#
+# - `online.py` walks block by block. The kernel walks in **tiles** of its own size, and every slot looks
+#   up its block: a tile may span several blocks, or be a part of one. Neighbours ask for the same entry,
+#   which is one access to memory.
+# - It cannot cut off a tail, since shapes are fixed when it is compiled. It loads with a **mask**, and
+#   what is masked comes as 0, not as what lies there.
+# - `exp2` instead of `exp`: the hardware has powers of two. As e^x = 2^(x · log2 e), the factor log2 e is
+#   put into the scale of the scores, `score_scale`, once.
 
 # %% beside
 beside("model/kernels/online.py", "model/kernels/triton_paged.py", [
@@ -642,18 +663,10 @@ beside("model/kernels/online.py", "model/kernels/triton_paged.py", [
 ])  # fmt: skip
 
 # %% [markdown]
-# Where they differ, the GPU is the reason:
+# One more difference is not in the rows. A program per request and kv head keeps a GPU busy only if there
+# are many. With few and long requests a table is **split** among programs, and their results are merged.
 #
-# - `online.py` walks block by block. The kernel walks in **tiles** of its own size, and every slot looks
-#   up its block: a tile may span several blocks, or be a part of one. Neighbours ask for the same entry,
-#   which is one access to memory.
-# - It cannot cut off a tail, since shapes are fixed when it is compiled. It loads with a **mask**, and
-#   what is masked comes as 0, not as what lies there.
-# - `exp2` instead of `exp`: the hardware has powers of two. The scale of the scores makes up for it.
-# - A program per request and kv head keeps a GPU busy only if there are many. With few and long
-#   requests a table is **split** among programs, and their results are merged.
-#
-# The last is section 3's merge, by hand: the two halves of A's table, each on its own.
+# That is section 3's merge, by hand: two parts of A's table, each on its own.
 
 # %% split
 def half(block_ids, first_index):
@@ -689,10 +702,11 @@ for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
     print(f"{size:10}{size * spec.head_dim * 4:17,}{1024 // size:10}{(size - 1) / 2:12}")
 
 # %% [markdown]
-# A run is one head's slots of one block: the pool keeps a head's rows together. Memory comes in lines
-# of 64 bytes, and is fetched ahead of time where the reading goes on in order. Very short runs break
-# both. The engine's choice first, then gather, in turns; each relative to its own best.
-# <!-- source: cache lines of x86; cpu.cpp prefetches every 64 bytes, as shown above -->
+# A run is one head's slots of one block: the pool keeps a head's rows together. Even the shortest, 256
+# bytes, is several whole lines of memory, so no line is fetched for a part of it. But a processor that
+# reads ahead has hardly begun when a short run ends, and the next lookup is due; our kernel's hints
+# reach no further than the next block. Measured for the engine's choice, then for gather. Each line
+# has its own unit, the time at its best block size: the two lines do not say who is faster (section 6 did).
 
 # %% sweep tags=["nbval-ignore-output"]
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -704,18 +718,23 @@ for name, attend in {fast: attend_fast, "gather": gather.attend}.items():
     sweep[name] = [(i, best[size] / min(best.values())) for i, size in enumerate(SIZES)]
     print(f"{name:7}", "  ".join(f"{size}: {best[size] / min(best.values()):.2f}" for size in SIZES))
 card, drawn = gantt.curves(
-    sweep, title="Time of one decode step's attention, this machine", xlabel="block size", ylabel="times its own best")
+    sweep, title="One decode step's attention, each line relative to its own best", xlabel="block size",
+    ylabel="time / the line's shortest")  # fmt: skip
 card.axes[0].set_xticks(range(len(SIZES)), map(str, SIZES))
 card.axes[0].get_legend().set_loc("upper right")
 assert all(len(points) == len(SIZES) for points in drawn.values())
 card
 
 # %% [markdown]
-# On the machine that built this page the kernel pays most for blocks of one or two slots, and from 16 on
-# the differences are small beside that. Gather copies whole blocks and likes them longer. So a kernel in
-# place wants blocks that are not tiny, and asks for little above that. What speaks against large ones is
-# memory: the tail, and sharing. The paper comes to the same on its GPU: 16 is large enough to read well
-# and small enough to waste little.
+# By columns, on the machine that built this page: short runs and many lookups worry the kernel, most at
+# one or two slots. Their lower end is no gain for ever: at 128 and 256 it slows down again, though much
+# less, since inside a large block it gives no useful hints (section 6). The tail cost nothing here: 1,024
+# tokens fill every block; a kernel in place skips it, and gather copies it. Gather copies whole blocks and
+# likes them longer.
+#
+# So a kernel in place wants blocks that are not tiny, and asks for little above that. What speaks against
+# large ones is memory: the tail, and sharing. The paper comes to the same on its GPU: 16 is large enough
+# to read well and small enough to waste little.
 # <!-- source: Kwon et al. 2023, section 7.2 and Fig. 18b -->
 #
 # ## 9. The bytes of a decode step
@@ -724,6 +743,7 @@ card
 # written slots, the new token's included; and the tables.
 #
 # > **Predict.** A and B in their step of section 1, in bytes: weights, K and V in place, table entries.
+# > Then we count the K and V; the other two stay arithmetic.
 
 # %% predict-bytes
 slots = int(metadata.seq_lens.sum())
@@ -751,8 +771,8 @@ assert sum(counted) == slots * spec.kv_bytes_per_token
 print(f"counted in {len(counted)} blocks of {spec.num_layers} layers: {sum(counted):,} bytes")
 
 # %% [markdown]
-# Predicted and counted agree to the byte. Two short requests read almost only weights. When does the
-# cache take over?
+# For K and V, predicted and counted agree to the byte. (Of section 1's six table entries one pads, and is
+# not read.) Two short requests read almost only weights. When does the cache take over?
 
 # %% takeover
 even = spec.parameter_bytes // spec.kv_bytes_per_token
