@@ -486,7 +486,8 @@ for poison, backend in ((nan, gather), (nan, online), (1e4, gather), (1e4, onlin
     print(f"{poison:7} in unwritten slots, {backend.__name__.split('.')[-1]}: {verdict}")
 
 # %% [markdown]
-# With weight 0 any number is harmless, and NaN is not; so the engine zeroes its pool at the start, and cleans the blocks of a request whose values overflowed.
+# With weight 0 any number is harmless, and NaN is not; so the engine zeroes its pool at the start, and
+# cleans the blocks of a request whose values overflowed.
 # Whoever cuts off the tail need not care.
 #
 # ## 5. Who may look where
@@ -611,11 +612,11 @@ print(f"on this machine scattered blocks cost {fast}: {paged / others[0] - 1:+.0
 # Two different questions; keep them apart. The second line over the first is what *not copying* saves.
 # (Where the engine's choice is gather itself, it says nothing.) The second over the third and fourth is
 # what *indirection* costs this kernel. On the CPU that built this page consecutive blocks are read
-# somewhat faster, and one large block, with nothing to look up, is often *slower*: inside of it the kernel
-# gives no useful hints, since `ahead` looks into the next block only. It is the hints that make the table
-# cheap. Compiled without that one line, the kernel took 0.9 to 1.8 ms over scattered blocks, instead of
-# 0.4 to 0.7 ms: about twice as long.
-# <!-- source: cpu.cpp with and without its __builtin_prefetch, 5 runs in turns, best of 60 each, an AMD EPYC with two cores, in use by others too -->
+# faster, but one large block, with nothing to look up, is not, and often even *slower*: inside of it the
+# kernel gives no useful hints, since `ahead` looks into the next block only. It is the hints that make the
+# table cheap. Compiled without that one line, the kernel took 0.74 to 0.82 ms for eight such requests in
+# scattered blocks, instead of 0.39 to 0.43 ms.
+# <!-- source: cpu.cpp with and without its __builtin_prefetch, 3 runs in turns, best of 60 each, an AMD EPYC with two cores -->
 #
 # The line of torch's own attention belongs to a question of chapter 01, why attention on a cache side by
 # side took longer than its bytes explain: for a single query the kernel matters as much as the layout.
@@ -666,7 +667,7 @@ beside("model/kernels/online.py", "model/kernels/triton_paged.py", [
 # One more difference is not in the rows. A program per request and kv head keeps a GPU busy only if there
 # are many. With few and long requests a table is **split** among programs, and their results are merged.
 #
-# That is section 3's merge, by hand: two parts of A's table, each on its own.
+# That is section 3's merge: two parts of A's table, each on its own.
 
 # %% split
 def half(block_ids, first_index):
@@ -702,11 +703,10 @@ for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
     print(f"{size:10}{size * spec.head_dim * 4:17,}{1024 // size:10}{(size - 1) / 2:12}")
 
 # %% [markdown]
-# A run is one head's slots of one block: the pool keeps a head's rows together. Even the shortest, 256
-# bytes, is several whole lines of memory, so no line is fetched for a part of it. But a processor that
-# reads ahead has hardly begun when a short run ends, and the next lookup is due; our kernel's hints
-# reach no further than the next block. Measured for the engine's choice, then for gather. Each line
-# has its own unit, the time at its best block size: the two lines do not say who is faster (section 6 did).
+# A run is one head's slots of one block: the pool keeps a head's rows together. But a processor
+# that reads ahead has hardly begun when a short run ends and the next lookup is due, and our kernel's hints
+# reach no further than the next block. In the figure each line has its own unit, the time at its best block
+# size: the lines do not say who is faster (section 6 did).
 
 # %% sweep tags=["nbval-ignore-output"]
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -727,10 +727,10 @@ card
 
 # %% [markdown]
 # By columns, on the machine that built this page: short runs and many lookups worry the kernel, most at
-# one or two slots. Their lower end is no gain for ever: at 128 and 256 it slows down again, though much
-# less, since inside a large block it gives no useful hints (section 6). The tail cost nothing here: 1,024
-# tokens fill every block; a kernel in place skips it, and gather copies it. Gather copies whole blocks and
-# likes them longer.
+# one or two slots. At 128 and 256 it slows down again, though much less: inside a large block it gives no
+# useful hints (compiled without any, it does not slow down there). The tail cost nothing here, as 1,024
+# tokens fill every block; a kernel in place skips it. Gather copies it, and likes longer blocks.
+# <!-- source: cpu.cpp without its __builtin_prefetch, as in section 6: 0.74, 0.56 and 0.48 ms at 64, 128 and 256; with it 0.34, 0.43 and 0.43 -->
 #
 # So a kernel in place wants blocks that are not tiny, and asks for little above that. What speaks against
 # large ones is memory: the tail, and sharing. The paper comes to the same on its GPU: 16 is large enough
