@@ -21,6 +21,32 @@ def gather_attention(query, pool, block_table, seq_len, scaling):
     return torch.einsum("hj,hjd->hd", scores.softmax(-1), kv[1])
 
 
+# %% ex-5-1 right: in numpy, with nested lists at the end
+def gather_attention(query, pool, block_table, seq_len, scaling):
+    import numpy as np
+
+    query, pool = query.numpy(), pool.numpy()
+    keys, values = (
+        pool[:, block_table]
+        .swapaxes(1, 2)
+        .reshape(2, pool.shape[2], -1, pool.shape[4])[:, :, :seq_len]
+    )
+    grouped = query.reshape(len(keys), -1, query.shape[-1])
+    scores = grouped @ keys.swapaxes(1, 2) * scaling
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return (weights @ values).reshape(query.shape).tolist()
+
+
+# %% ex-5-1 right: a generator of rows
+def gather_attention(query, pool, block_table, seq_len, scaling):
+    keys, values = pool[:, block_table].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    for head, row in enumerate(query):
+        kv_head = head * len(keys) // len(query)
+        weights = (keys[kv_head] @ row * scaling).softmax(0)
+        yield (weights @ values[kv_head]).tolist()
+
+
 # %% ex-5-1 delegates: the package's gather
 # says: hands the work to the package
 def gather_attention(query, pool, block_table, seq_len, scaling):
@@ -102,6 +128,62 @@ def gather_attention(query, pool, block_table, seq_len, scaling):
     keys, _ = pool[:, block_table].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
     grouped = query.view(len(keys), -1, query.shape[-1])
     return ((grouped @ keys.mT * scaling).softmax(-1) @ keys).reshape(query.shape)
+
+
+# %% ex-5-1 wrong: K and V swapped
+# says: K and V are swapped
+def gather_attention(query, pool, block_table, seq_len, scaling):
+    values, keys = pool[:, block_table].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    grouped = query.view(len(keys), -1, query.shape[-1])
+    weights = (grouped @ keys.mT * scaling).softmax(-1)
+    return (weights @ values).reshape(query.shape)
+
+
+# %% ex-5-1 wrong: the last block dropped unless it is full
+# says: where it is only partly full, too
+def gather_attention(query, pool, block_table, seq_len, scaling):
+    block_table = block_table[: seq_len // pool.shape[3]]
+    keys, values = pool[:, block_table].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    grouped = query.view(len(keys), -1, query.shape[-1])
+    weights = (grouped @ keys.mT * scaling).softmax(-1)
+    return (weights @ values).reshape(query.shape)
+
+
+# %% ex-5-1 wrong: softmax over the query heads of a group
+# says: Softmax goes over the slots
+def gather_attention(query, pool, block_table, seq_len, scaling):
+    keys, values = pool[:, block_table].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    grouped = query.view(len(keys), -1, query.shape[-1])
+    weights = (grouped @ keys.mT * scaling).softmax(-2)
+    return (weights @ values).reshape(query.shape)
+
+
+# %% ex-5-1 wrong: softmax over the kv heads
+# says: Softmax goes over the slots
+def gather_attention(query, pool, block_table, seq_len, scaling):
+    keys, values = pool[:, block_table].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    grouped = query.view(len(keys), -1, query.shape[-1])
+    weights = (grouped @ keys.mT * scaling).softmax(0)
+    return (weights @ values).reshape(query.shape)
+
+
+# %% ex-5-1 wrong: right in small cases: eight blocks at most
+# says: other tokens came out than
+def gather_attention(query, pool, block_table, seq_len, scaling):
+    block_table = block_table[:8]
+    keys, values = pool[:, block_table].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    grouped = query.view(len(keys), -1, query.shape[-1])
+    weights = (grouped @ keys.mT * scaling).softmax(-1)
+    return (weights @ values).reshape(query.shape)
+
+
+# %% ex-5-1 wrong: right in small cases: eight numbers of each head
+# says: your gather_attention is wrong, though it was right in all cases above
+def gather_attention(query, pool, block_table, seq_len, scaling):
+    keys, values = pool[:, block_table].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    grouped = query.view(len(keys), -1, query.shape[-1])
+    weights = (grouped[..., :8] @ keys[..., :8].mT * scaling).softmax(-1)
+    return (weights @ values).reshape(query.shape)
 
 
 # %% ex-5-1 wrong: reshape instead of transpose
@@ -222,6 +304,23 @@ def merged(one, other):
     new = largest.amax(0)
     shrink = (largest - new.clamp(min=-1e30)).exp()
     return new, (total * shrink).sum(0), (mixed * shrink[..., None]).sum(0)
+
+
+# %% ex-5-2 right: numpy arrays
+def of_block(scores, values):
+    largest = scores.amax(-1)
+    reference = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = (scores - reference[:, None]).exp()
+    return largest.numpy(), weights.sum(-1).numpy(), (weights @ values).numpy()
+
+
+def merged(one, other):
+    largest = one[0].maximum(other[0])
+    reference = largest.masked_fill(largest == -math.inf, 0.0)
+    fa, fb = (one[0] - reference).exp(), (other[0] - reference).exp()
+    total = one[1] * fa + other[1] * fb
+    mixed = one[2] * fa[:, None] + other[2] * fb[:, None]
+    return largest.tolist(), total.numpy(), mixed.tolist()
 
 
 # %% ex-5-2 wrong: softmax normalised per block
@@ -379,6 +478,73 @@ def merged(one, other):
     shrink = (other[0] - one[0]).exp()
     largest = one[0].maximum(other[0])
     return largest, one[1] + other[1] * shrink, one[2] + other[2] * shrink[:, None]
+
+
+# %% ex-5-2 wrong: only the old side shrinks, against the new largest
+# says: either side may have to shrink
+def of_block(scores, values):
+    largest = scores.amax(-1)
+    reference = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = (scores - reference[:, None]).exp()
+    return largest, weights.sum(-1), weights @ values
+
+
+def merged(one, other):
+    largest = one[0].maximum(other[0])
+    reference = largest.masked_fill(largest == -math.inf, 0.0)
+    fa = (one[0] - reference).exp()
+    total = one[1] * fa + other[1]
+    return largest, total, one[2] * fa[:, None] + other[2]
+
+
+# %% ex-5-2 wrong: only the new side shrinks, against the new largest
+# says: either side may have to shrink
+def of_block(scores, values):
+    largest = scores.amax(-1)
+    reference = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = (scores - reference[:, None]).exp()
+    return largest, weights.sum(-1), weights @ values
+
+
+def merged(one, other):
+    largest = one[0].maximum(other[0])
+    reference = largest.masked_fill(largest == -math.inf, 0.0)
+    fb = (other[0] - reference).exp()
+    total = one[1] + other[1] * fb
+    return largest, total, one[2] + other[2] * fb[:, None]
+
+
+# %% ex-5-2 wrong: only the old side shrinks, NaN where nothing is seen
+# says: either side may have to shrink
+def of_block(scores, values):
+    largest = scores.amax(-1)
+    reference = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = (scores - reference[:, None]).exp()
+    return largest, weights.sum(-1), weights @ values
+
+
+def merged(one, other):
+    largest = one[0].maximum(other[0])
+    fa = (one[0] - largest).exp()
+    total = one[1] * fa + other[1]
+    return largest, total, one[2] * fa[:, None] + other[2]
+
+
+# %% ex-5-2 wrong: the logarithm of the sum
+# says: Keep largest apart from the sum
+def of_block(scores, values):
+    largest = scores.amax(-1)
+    reference = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = (scores - reference[:, None]).exp()
+    return largest, (scores.logsumexp(-1) - reference).exp(), weights @ values
+
+
+def merged(one, other):
+    largest = one[0].maximum(other[0])
+    reference = largest.masked_fill(largest == -math.inf, 0.0)
+    fa, fb = (one[0] - reference).exp(), (other[0] - reference).exp()
+    total = one[1] * fa + other[1] * fb
+    return largest, total, one[2] * fa[:, None] + other[2] * fb[:, None]
 
 
 # %% ex-5-2 wrong: exp(new - old)
@@ -586,6 +752,33 @@ def online_attention(query, pool, block_table, seq_len, scaling):
     return mixed.reshape(query.shape)
 
 
+# %% ex-5-3 wrong: gathered in numpy
+# says: where this check cannot see what is collected
+def online_attention(query, pool, block_table, seq_len, scaling):
+    gathered = torch.as_tensor(pool.numpy()[:, block_table])
+    keys, values = gathered.transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    grouped = query.view(len(keys), -1, query.shape[-1])
+    return ((grouped @ keys.mT * scaling).softmax(-1) @ values).reshape(query.shape)
+
+
+# %% ex-5-3 wrong: all scores kept in a list
+# says: together were kept at the same time
+def online_attention(query, pool, block_table, seq_len, scaling):
+    _, _, num_kv_heads, block_size, head_dim = pool.shape
+    grouped, scores = query.view(num_kv_heads, -1, head_dim) * scaling, []
+    for start in range(0, seq_len, block_size):
+        keys = pool[0, block_table[start // block_size], :, : seq_len - start]
+        scores.append(grouped @ keys.mT)
+    largest, total, mixed = scores[0].amax(-1, keepdim=True), 0, 0
+    for part in scores:
+        largest = largest.maximum(part.amax(-1, keepdim=True))
+    for i, part in enumerate(scores):
+        weights = (part - largest).exp()
+        total = total + weights.sum(-1, keepdim=True)
+        mixed = mixed + weights @ pool[1, block_table[i], :, : seq_len - i * block_size]
+    return (mixed / total).reshape(query.shape)
+
+
 # %% ex-5-3 wrong: the tail of the last block attended
 # says: were read as if they were tokens
 def online_attention(query, pool, block_table, seq_len, scaling):
@@ -677,6 +870,133 @@ def online_attention(query, pool, block_table, seq_len, scaling):
         weights = (scores - new).exp()
         total = total + weights.sum(-1, keepdim=True)
         mixed = mixed + weights @ values
+        largest = new
+    return (mixed / total).reshape(query.shape)
+
+
+# %% ex-5-3 wrong: measured against this block's largest
+# says: not this block's
+def online_attention(query, pool, block_table, seq_len, scaling):
+    _, _, num_kv_heads, block_size, head_dim = pool.shape
+    grouped = query.view(num_kv_heads, -1, head_dim) * scaling
+    largest = torch.full_like(grouped[..., :1], -math.inf)
+    total, mixed = torch.zeros_like(largest), torch.zeros_like(grouped)
+    for start in range(0, seq_len, block_size):
+        keys, values = pool[:, block_table[start // block_size], :, : seq_len - start]
+        scores = grouped @ keys.mT
+        new = scores.amax(-1, keepdim=True)
+        shrink, weights = (largest - new).exp(), (scores - new).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        mixed = mixed * shrink + weights @ values
+        largest = new
+    return (mixed / total).reshape(query.shape)
+
+
+# %% ex-5-3 wrong: the first block's largest kept
+# says: was never updated
+def online_attention(query, pool, block_table, seq_len, scaling):
+    _, _, num_kv_heads, block_size, head_dim = pool.shape
+    grouped = query.view(num_kv_heads, -1, head_dim) * scaling
+    largest = torch.full_like(grouped[..., :1], -math.inf)
+    total, mixed = torch.zeros_like(largest), torch.zeros_like(grouped)
+    for start in range(0, seq_len, block_size):
+        keys, values = pool[:, block_table[start // block_size], :, : seq_len - start]
+        scores = grouped @ keys.mT
+        new = largest if start else scores.amax(-1, keepdim=True)
+        shrink, weights = (largest - new).exp(), (scores - new).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        mixed = mixed * shrink + weights @ values
+        largest = new
+    return (mixed / total).reshape(query.shape)
+
+
+# %% ex-5-3 wrong: a running minimum
+# says: not the smaller
+def online_attention(query, pool, block_table, seq_len, scaling):
+    _, _, num_kv_heads, block_size, head_dim = pool.shape
+    grouped = query.view(num_kv_heads, -1, head_dim) * scaling
+    largest = torch.full_like(grouped[..., :1], -math.inf)
+    total, mixed = torch.zeros_like(largest), torch.zeros_like(grouped)
+    for start in range(0, seq_len, block_size):
+        keys, values = pool[:, block_table[start // block_size], :, : seq_len - start]
+        scores = grouped @ keys.mT
+        new = scores.amax(-1, keepdim=True)
+        new = largest.minimum(new) if start else new
+        shrink, weights = (largest - new).exp(), (scores - new).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        mixed = mixed * shrink + weights @ values
+        largest = new
+    return (mixed / total).reshape(query.shape)
+
+
+# %% ex-5-3 wrong: one largest for all heads
+# says: Each query head has its own largest
+def online_attention(query, pool, block_table, seq_len, scaling):
+    _, _, num_kv_heads, block_size, head_dim = pool.shape
+    grouped = query.view(num_kv_heads, -1, head_dim) * scaling
+    largest = torch.full_like(grouped[..., :1], -math.inf)
+    total, mixed = torch.zeros_like(largest), torch.zeros_like(grouped)
+    for start in range(0, seq_len, block_size):
+        keys, values = pool[:, block_table[start // block_size], :, : seq_len - start]
+        scores = grouped @ keys.mT
+        new = largest.maximum(scores.max())
+        shrink, weights = (largest - new).exp(), (scores - new).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        mixed = mixed * shrink + weights @ values
+        largest = new
+    return (mixed / total).reshape(query.shape)
+
+
+# %% ex-5-3 wrong: one largest for each kv head
+# says: Each query head has its own largest
+def online_attention(query, pool, block_table, seq_len, scaling):
+    _, _, num_kv_heads, block_size, head_dim = pool.shape
+    grouped = query.view(num_kv_heads, -1, head_dim) * scaling
+    largest = torch.full_like(grouped[..., :1], -math.inf)
+    total, mixed = torch.zeros_like(largest), torch.zeros_like(grouped)
+    for start in range(0, seq_len, block_size):
+        keys, values = pool[:, block_table[start // block_size], :, : seq_len - start]
+        scores = grouped @ keys.mT
+        new = largest.maximum(scores.amax((-2, -1), keepdim=True))
+        shrink, weights = (largest - new).exp(), (scores - new).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        mixed = mixed * shrink + weights @ values
+        largest = new
+    return (mixed / total).reshape(query.shape)
+
+
+# %% ex-5-3 wrong: largest starts at 0
+# says: starts at -inf, not at 0
+def online_attention(query, pool, block_table, seq_len, scaling):
+    _, _, num_kv_heads, block_size, head_dim = pool.shape
+    grouped = query.view(num_kv_heads, -1, head_dim) * scaling
+    largest = torch.zeros_like(grouped[..., :1])
+    total, mixed = torch.zeros_like(largest), torch.zeros_like(grouped)
+    for start in range(0, seq_len, block_size):
+        keys, values = pool[:, block_table[start // block_size], :, : seq_len - start]
+        scores = grouped @ keys.mT
+        new = largest.maximum(scores.amax(-1, keepdim=True))
+        shrink, weights = (largest - new).exp(), (scores - new).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        mixed = mixed * shrink + weights @ values
+        largest = new
+    return (mixed / total).reshape(query.shape)
+
+
+# %% ex-5-3 wrong: only full blocks read
+# says: where it is only partly full, too
+def online_attention(query, pool, block_table, seq_len, scaling):
+    _, _, num_kv_heads, block_size, head_dim = pool.shape
+    grouped = query.view(num_kv_heads, -1, head_dim) * scaling
+    largest = torch.full_like(grouped[..., :1], -math.inf)
+    total, mixed = torch.zeros_like(largest), torch.zeros_like(grouped)
+    for start in range(0, seq_len - block_size + 1, block_size):
+        keys, values = pool[:, block_table[start // block_size], :, : seq_len - start]
+        scores = grouped @ keys.mT
+        new = largest.maximum(scores.amax(-1, keepdim=True))
+        shrink, weights = (largest - new).exp(), (scores - new).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        mixed = mixed * shrink + weights @ values
         largest = new
     return (mixed / total).reshape(query.shape)
 
@@ -874,6 +1194,13 @@ def chunk_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots):
     return whole[num_computed_tokens : num_computed_tokens + num_new_tokens]
 
 
+# %% ex-5-4 right: a generator of rows
+def chunk_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots):
+    for i in range(num_new_tokens):
+        seen = num_computed_tokens + i + 1
+        yield [True] * seen + [False] * (num_slots - seen)
+
+
 # %% ex-5-4 delegates: the package's gather
 # says: hands the work to the package
 def chunk_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots):
@@ -895,6 +1222,12 @@ def chunk_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots):
 def chunk_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots):
     mask = torch.ones(num_new_tokens, num_slots).tril(num_tokens - num_new_tokens)
     return mask.bool()
+
+
+# %% ex-5-4 wrong: the triangle at the end of the slots
+# says: counted back from the last slot
+def chunk_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots):
+    return torch.ones(num_new_tokens, num_slots).tril(num_slots - num_new_tokens).bool()
 
 
 # %% ex-5-4 wrong: the triangle at the left, as if the cache were empty
@@ -978,6 +1311,12 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, window):
     ones = torch.ones(num_new_tokens, num_slots)
     return ones.tril(num_computed_tokens).triu(num_computed_tokens - window + 1) == 1
+
+
+# %% ex-5-4-b right: a generator of rows
+def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, window):
+    for position in range(num_computed_tokens, num_computed_tokens + num_new_tokens):
+        yield [position - window < j <= position for j in range(num_slots)]
 
 
 # %% ex-5-4-b delegates: the package's gather
@@ -1177,6 +1516,32 @@ def step_bytes(spec, seq_lens, block_size):
     )
 
 
+# %% ex-5-5 wrong: 4 bytes for every number
+# says: Not every model takes 4 bytes
+def step_bytes(spec, seq_lens, block_size):
+    token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
+    return (
+        spec.num_parameters * 4,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
+
+
+# %% ex-5-5 wrong: 4 bytes for every number of K and V
+# says: Not every model takes 4 bytes
+def step_bytes(spec, seq_lens, block_size):
+    token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
+
+
 # %% ex-5-5 wrong: weights for each request
 # says: read once for all requests
 def step_bytes(spec, seq_lens, block_size):
@@ -1255,6 +1620,32 @@ def step_bytes(spec, seq_lens, block_size):
     )
 
 
+# %% ex-5-5 wrong: gathered with the chapter's padding
+# says: not the longest of the batch
+def step_bytes(spec, seq_lens, block_size):
+    token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
+    num_blocks = len(seq_lens) * cdiv(max(seq_lens), block_size)
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
+
+
+# %% ex-5-5 wrong: tables with the chapter's padding
+# says: not the longest of the batch
+def step_bytes(spec, seq_lens, block_size):
+    token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
+    num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * len(seq_lens) * cdiv(max(seq_lens), block_size),
+    )
+
+
 # %% ex-5-5 wrong: gather without the tails
 # says: the tail of the last one is moved as well
 def step_bytes(spec, seq_lens, block_size):
@@ -1330,6 +1721,32 @@ def step_bytes(spec, seq_lens, block_size):
         sum(seq_lens) * token,
         3 * num_blocks * block_size * token,
         4 * sum(n // block_size for n in seq_lens),
+    )
+
+
+# %% ex-5-5 wrong: one more block, full or not
+# says: A full last block needs no further one
+def step_bytes(spec, seq_lens, block_size):
+    token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
+    num_blocks = sum(seq_len // block_size + 1 for seq_len in seq_lens)
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * num_blocks,
+    )
+
+
+# %% ex-5-5 wrong: one more entry, full or not
+# says: A full last block needs no further one
+def step_bytes(spec, seq_lens, block_size):
+    token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
+    num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
+    return (
+        spec.num_parameters * spec.dtype_bytes,
+        sum(seq_lens) * token,
+        3 * num_blocks * block_size * token,
+        4 * sum(n // block_size + 1 for n in seq_lens),
     )
 
 
