@@ -513,7 +513,16 @@ class Watching(TorchFunctionMode):
         self.largest, self.what, self.most, self.left, self.alive = 0, "", 0, "", {}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        value, name = function(*args, **(kwargs or {})), getattr(function, "__name__", str(function))
+        tracer = sys.gettrace()
+        sys.settrace(None)  # bounded counts the instructions of the answer, not these
+        try:
+            value = function(*args, **(kwargs or {}))
+            self.note(getattr(function, "__name__", str(function)), args, value)
+        finally:
+            sys.settrace(tracer)
+        return value
+
+    def note(self, name, args, value):
         if name in ("numpy", "__array__", "__dlpack__") or (name == "tolist" and args[0].numel() > 512):
             self.left = name
         for made in value if isinstance(value, tuple | list) else [value]:
@@ -525,7 +534,6 @@ class Watching(TorchFunctionMode):
         self.alive = {id(tensor): self.alive[id(tensor)] for tensor in kept}
         sizes = {place(tensor): tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept}
         self.most = max(self.most, sum(sizes.values()))
-        return value
 
 
 def judge_in_place(function):
@@ -1052,7 +1060,7 @@ inputs = list(inputs_5_3())
 examine(online_attention, inputs, describe_5_3, case_5_3)
 print(f"{len(inputs)} queries right, {sum(bool(args[1].isnan().any()) for args in inputs)} of them beside slots of NaN")
 judge_in_place(online_attention)
-print("64 blocks: no operation makes more than a few blocks' worth of numbers")
+print("64 blocks: never more than a few blocks' worth of numbers made, or kept")
 judge_engine(online_attention)
 
 # %% [markdown]

@@ -715,6 +715,29 @@ def online_attention(query, pool, block_table, seq_len, scaling):
     return torch.stack(outputs)
 
 
+# %% ex-5-3 right: number by number, in plain Python
+def online_attention(query, pool, block_table, seq_len, scaling):
+    _, _, num_kv_heads, block_size, head_dim = pool.shape
+    outputs = []
+    for h in range(len(query)):
+        kv_head, largest, total, mixed = (
+            h * num_kv_heads // len(query),
+            -math.inf,
+            0.0,
+            [0.0] * head_dim,
+        )
+        for j in range(seq_len):
+            key, value = pool[:, block_table[j // block_size], kv_head, j % block_size]
+            score = sum(query[h, d].item() * key[d].item() for d in range(head_dim)) * scaling
+            new = max(largest, score)
+            shrink, weight = math.exp(largest - new), math.exp(score - new)
+            total = total * shrink + weight
+            mixed = [mixed[d] * shrink + value[d].item() * weight for d in range(head_dim)]
+            largest = new
+        outputs.append([number / total for number in mixed])
+    return outputs
+
+
 # %% ex-5-3 delegates: the package's own
 # says: hands the work to the package
 def online_attention(query, pool, block_table, seq_len, scaling):
