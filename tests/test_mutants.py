@@ -56,6 +56,7 @@ test_core.test_check_every_step_is_before_the_runner_and_after_the_update
     EngineCore.step: without if self.check_every_step: #2
     EngineCore.step: self.check_every_step: negated
     EngineCore.step: without manager.check()
+    EngineCore.step: without manager.check() #2
 test_core.test_check_is_not_the_loops_business_but_finds_what_the_loop_was_given
     EngineCore.step: self.check_every_step: negated #2
 test_core.test_copies_are_drained_after_scheduling_in_each_step_even_an_empty_one
@@ -127,6 +128,7 @@ test_relocation.test_double_doubles_and_grow_grows
 test_relocation.test_only_blocks_with_computed_tokens_are_copied
     planted: all that is held is copied
 test_relocation.test_the_last_extent_grows_in_place_and_the_first_is_relocated
+    ContiguousKVCacheManager._place: without self.num_relocations += 1
     ContiguousKVCacheManager._place: self.num_relocations += 1: 1 => 2
     ContiguousKVCacheManager._place: self.num_relocations += 1: 1 => 0
     ContiguousKVCacheManager.copies: without self.num_moved_blocks += num_blocks
