@@ -2,6 +2,7 @@
 model and a virtual clock for the simulator; neither is known here.
 """
 
+import functools
 import math
 from typing import Protocol
 
@@ -27,6 +28,22 @@ class Clock(Protocol):
         """Waits, or pretends to, until the time is t."""
 
 
+def restoring(step):
+    """Decorates EngineCore.step: where a step is cut short, by an error or an interrupt at any
+    point, the books are made good before anyone looks at them again."""
+
+    @functools.wraps(step)
+    def step_or_restore(core):
+        try:
+            return step(core)
+        except BaseException:
+            copies_lost, core._copies = core._copies is None, core._copies or []
+            core.scheduler.restore(copies_lost)
+            raise
+
+    return step_or_restore
+
+
 class EngineCore:
     """report_every: ask the manager for a MemoryReport every so many steps; 0 for never (a report
     looks at every running request). check_every_step: have the manager check its books, before
@@ -40,6 +57,7 @@ class EngineCore:
         self._copies = []  # drained from the manager; the runner empties it when they are done
         self.num_ended = 0  # requests that have ended, the refused ones included
 
+    @restoring
     def step(self):
         """One iteration. Returns (scheduled, finished)."""
         manager, scheduler, steps = self.manager, self.scheduler, self.metrics.steps
@@ -56,6 +74,7 @@ class EngineCore:
             # come first, whoever has left or moved since: nothing was written in between, and
             # what they write for a request that has gone is overwritten before it is read.
             runner.run([], self._copies)
+        self._copies = None  # cut short here, nobody has them
         self._copies = list(manager.copies())
         tokens = runner.run(scheduled, self._copies)
         self._copies = []

@@ -236,9 +236,10 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """One iteration. Returns a snapshot of every request that got a token or ended in it."""
+        if self._jobs:
+            self._step()
         held, self._held = self._held, {}
-        new = self._step() if self._jobs else {}
-        return list((held | new).values())
+        return list(held.values())
 
     def abort(self, request_id) -> bool:
         """Ends a request at any moment and takes its blocks back. False: nothing ran by that id."""
@@ -319,11 +320,9 @@ class LLM:
             for job in jobs:
                 own.add(self._add(job))
             while any(request_id in self._jobs for request_id in own):
-                for request_id, output in self._step().items():
-                    if request_id in own:
-                        yield output
-                    else:
-                        self._held[request_id] = output
+                self._step()
+                for request_id in [each for each in self._held if each in own]:
+                    yield self._held.pop(request_id)
         except BaseException:  # an interrupt and a caller who has heard enough included
             for request_id in own:
                 with contextlib.suppress(Exception):  # a broken manager must not hide what it was
@@ -416,11 +415,12 @@ class LLM:
         return job.request_id
 
     def _forget(self, job):
-        del self._jobs[job.request_id]
         for sample in job.samples:
-            del self._samples[sample.request.request_id]
+            self._samples.pop(sample.request.request_id, None)
+        self._jobs.pop(job.request_id, None)
 
-    def _step(self) -> dict[str, RequestOutput]:
+    def _step(self):
+        """One iteration. Its outputs are put into _held."""
         self._require_own_thread()
         touched = []
         if self._in_step:  # the last one was cut short, by an error or an interrupt
@@ -441,12 +441,12 @@ class LLM:
                 self.scheduler.finish(request, "stop", self.core.clock.now())
             if got_token or request.finish_reason:
                 outputs[job.request_id] = job
+        # Nothing is forgotten before its output is kept: a step that is cut short loses none.
         for request_id, job in outputs.items():
-            outputs[request_id] = output = job.snapshot(self.metrics)
+            self._held[request_id] = output = job.snapshot(self.metrics)
             if output.finished:
                 self._forget(job)
         self._in_step = False
-        return outputs
 
     def _end_what_is_lost(self):
         """After a step that was cut short: what had come to its end is ended, and so is what is

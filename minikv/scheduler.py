@@ -10,7 +10,7 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple
 
-from minikv.kv_cache.base import OutOfKVMemory
+from minikv.kv_cache.base import InvariantBroken, OutOfKVMemory
 from minikv.request import Request, require_int
 
 MAX_FUTILE_PREEMPTIONS = 8
@@ -84,6 +84,8 @@ class Scheduler:
             num_new_tokens = request.num_tokens - request.num_computed_tokens
             if num_new_tokens > budget:
                 num_new_tokens = budget
+            if num_new_tokens < 1:
+                raise InvariantBroken(f"{request} runs, but has no token left to compute")
             while allocate_slots(request, num_new_tokens) is None:
                 victim = self._preempt_last()
                 preempted.append(victim)
@@ -102,6 +104,7 @@ class Scheduler:
     def _admit(self, scheduled, budget):
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request, extra = self.waiting[0], {}
+            self._require_no_table(request)
             if request.num_computed_tokens == 0:
                 num_cached_tokens = self.manager.get_num_cached_tokens(request)
                 if num_cached_tokens:
@@ -119,6 +122,13 @@ class Scheduler:
                 request.num_cached_tokens = num_cached_tokens
             scheduled.append(ScheduledRequest(request, num_new_tokens))
             budget -= num_new_tokens
+
+    def _require_no_table(self, request):
+        if request.num_computed_tokens == 0 and request.request_id in self.manager.tables:
+            raise InvariantBroken(
+                f"request {request.request_id!r} has computed nothing, but the manager has a table "
+                "by that id: is the manager used by another engine, or was the request not freed?"
+            )
 
     def _preempt_last(self):
         """By recomputation: its tokens are kept, their keys and values are not."""
@@ -155,24 +165,42 @@ class Scheduler:
         """
         finished, cache_blocks = [], self.manager.cache_blocks
         for (request, num_new_tokens), token in zip(scheduled, tokens, strict=True):
-            request.num_computed_tokens += num_new_tokens
-            if token is None:
-                request.error = NOT_FINITE
-                finished.append((request, "error"))
-                continue
+            num_computed_tokens, num_tokens = request.num_computed_tokens, request.num_tokens
             try:
+                request.num_computed_tokens += num_new_tokens
+                if token is None:
+                    request.error = NOT_FINITE
+                    finished.append((request, "error"))
+                    continue
                 cache_blocks(request)
+                if request.num_computed_tokens < request.num_tokens:
+                    continue
+                if request.children:
+                    self._fan_out(request)
+                reason = _emit(request, token, now, step)
             except BaseException:  # the step counts only as a whole: it is computed once more
-                request.num_computed_tokens -= num_new_tokens
+                if request.num_tokens == num_tokens:
+                    request.num_computed_tokens = num_computed_tokens
                 raise
-            if request.num_computed_tokens < request.num_tokens:
-                continue
-            if request.children:
-                self._fan_out(request)
-            reason = _emit(request, token, now, step)
             if reason:
                 finished.append((request, reason))
         return self._finish_all(finished, now)
+
+    def restore(self, copies_lost=False):
+        """After a step that was cut short: the manager's books are those of its tables, and nobody
+        who waits and has computed nothing holds one. copies_lost: some were drained and will not
+        be made, so that all that runs is computed again."""
+        self.manager.restore()
+        if copies_lost:
+            self._forget_content()
+        for request in self.waiting:
+            holder = self.manager.requests.get(request.request_id)
+            if holder is request and request.num_computed_tokens == 0:
+                self.manager.free(request)
+
+    def _forget_content(self):
+        while self.running:
+            self._preempt_last()
 
     def _finish_all(self, finished, now):
         """One that cannot be freed (a manager's fault) must not keep the others running."""
@@ -324,6 +352,9 @@ class StaticScheduler(Scheduler):
         most_rows_of = {}  # slots per row -> rows of that length that were found to fit
         for size in range(most, 0, -1):
             batch = list(islice(self.waiting, size))
+            if size == most:
+                for request in batch:
+                    self._require_no_table(request)
             longest = max(request.num_prompt_tokens for request in batch)
             num_slots = longest + max(request.max_tokens for request in batch) - 1
             if num_slots > self.manager.max_slots_per_request:
@@ -385,6 +416,10 @@ class StaticScheduler(Scheduler):
             return []
         self.rows.remove(row)
         return self._end(row, reason, now)
+
+    def _forget_content(self):
+        for row in self.rows:
+            row.num_computed_tokens = row.request.num_computed_tokens = 0
 
     def _end(self, row, reason, now):
         row.finish_reason = reason

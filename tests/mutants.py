@@ -199,6 +199,7 @@ PLANTED = [
             "runner.run(scheduled, self._copies)", "runner.run(scheduled, list(self._copies))"),
     Planted("old copies together with new ones", "EngineCore.step",
             "            runner.run([], self._copies)\n"
+            "        self._copies = None  # cut short here, nobody has them\n"
             "        self._copies = list(manager.copies())",
             "            pass\n        self._copies += list(manager.copies())"),
     Planted("tokens go to others", "EngineCore.step",

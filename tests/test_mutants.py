@@ -64,6 +64,14 @@ test_core.test_copies_are_drained_after_scheduling_in_each_step_even_an_empty_on
 test_core.test_step_returns_what_was_scheduled_and_who_ended
     Scheduler._check_progress: without if not self.waiting:
     Scheduler._check_progress: without return
+test_interrupts.test_an_entry_without_tokens_is_refused
+    Scheduler.schedule: without if num_new_tokens < 1:
+    Scheduler.schedule: without raise InvariantBroken(f'{request} run...
+    Scheduler.schedule: num_new_tokens < 1: 1 => 0
+test_interrupts.test_a_manager_of_two_engines_is_refused_and_the_first_goes_on
+    Scheduler._admit: without self._require_no_table(request)
+test_interrupts.test_an_interrupt_inside_the_manager_leaks_nothing
+    EngineCore.step: without self._copies = None
 test_paged.test_a_block_in_the_queue_cannot_be_appended_and_those_before_it_are_unlinked
     FreeKVCacheBlockQueue.append_n: without if block.prev_free_block is not None:
     FreeKVCacheBlockQueue.append_n: without self._undo_append(last)

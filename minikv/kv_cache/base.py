@@ -80,14 +80,15 @@ class KVCacheManager:
     # -- the tables -------------------------------------------------------------------------
 
     def set_table(self, request, block_ids: BlockTable) -> BlockTable:
-        self.tables[request.request_id] = block_ids
         self.requests[request.request_id] = request
+        self.tables[request.request_id] = block_ids
         return block_ids
 
     def drop_table(self, request) -> BlockTable:
         """Forgets the request's table and returns it; empty if it had none."""
+        table = self.tables.pop(request.request_id, ())
         self.requests.pop(request.request_id, None)
-        return self.tables.pop(request.request_id, ())
+        return table
 
     # -- what a manager answers -------------------------------------------------------------
 
@@ -162,6 +163,11 @@ class KVCacheManager:
         were before the step, then all destinations are written; no destination appears twice.
         What was drained counts as done: whoever drains it sees to it, also where a step fails."""
         return []
+
+    def restore(self) -> None:
+        """After a step or a free that was cut short, at any point: rebuilds from the tables what
+        the manager keeps beside them. The tables are the truth; everything else is an index. Here
+        that is nothing."""
 
     def report(self, next_request=None) -> MemoryReport:
         """Where the slots are. next_request: measure `external` against what it needs."""

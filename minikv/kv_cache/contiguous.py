@@ -167,7 +167,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         table = self.drop_table(request)
         if table:
             self.allocator.free(table.start, len(table))
-            del self._asked[request.request_id]
+            self._asked.pop(request.request_id, None)
             self._origins.pop(request.request_id, None)  # nobody will read it
 
     # -- moving ---------------------------------------------------------------------------------
@@ -175,21 +175,22 @@ class ContiguousKVCacheManager(KVCacheManager):
     def compact(self):
         """Slides all extents to the start of the pool, in the order in which they lie; a buddy
         allocator's by size, the largest first, as it could place no other order without holes."""
-        allocator, tables = self.allocator, self.tables
+        tables, moved = self.tables, {}
         order = sorted(tables, key=lambda request_id: tables[request_id].start)
         if self.fit == "buddy":
             order.sort(key=lambda request_id: -len(tables[request_id]))
-        for table in tables.values():
-            allocator.free(table.start, len(table))
+        allocator = make_allocator(self.fit, self.num_blocks)
         start = num_moved_tokens = 0
         for request_id in order:
             table, request = tables[request_id], self.requests[request_id]
             allocator.allocate_at(start, len(table))
             if start != table.start:
-                self._moves(request, table)
-                tables[request_id] = range(start, start + len(table))
+                self._moves(request, table)  # no copy, as long as the table is the old one
+                moved[request_id] = range(start, start + len(table))
                 num_moved_tokens += request.num_computed_tokens
             start += len(table)
+        # All at once: an interrupt before this changes nothing.
+        self.tables, self.allocator = tables | moved, allocator
         return num_moved_tokens
 
     def copies(self):
@@ -201,6 +202,20 @@ class ContiguousKVCacheManager(KVCacheManager):
                 self.num_moved_blocks += num_blocks
         self._origins.clear()
         return copies
+
+    def restore(self):
+        """A fresh allocator, in which the tables are in use. Raises InvariantBroken where two of
+        them overlap. What was asked for a table that is not known to fit it is taken as all of it.
+        """
+        allocator, asked = make_allocator(self.fit, self.num_blocks), {}
+        for request_id, table in self.tables.items():
+            if not allocator.allocate_at(table.start, len(table)):
+                raise InvariantBroken(f"the extent of {request_id!r}, {table}, is in use twice")
+            num_blocks = self._asked.get(request_id, len(table))
+            fits = allocator.round_up(num_blocks) == len(table)
+            asked[request_id] = num_blocks if fits else len(table)
+        origins = {r: origin for r, origin in self._origins.items() if r in self.tables}
+        self.allocator, self._asked, self._origins = allocator, asked, origins
 
     # -- the books ------------------------------------------------------------------------------
 

@@ -241,6 +241,14 @@ class PagedKVCacheManager(KVCacheManager):
         blocks, table = self.block_pool.blocks, self.drop_table(request)
         self.block_pool.free_blocks([blocks[block_id] for block_id in reversed(table)])
 
+    def restore(self):
+        """A fresh pool, in which each block is as often held as tables name it. What is free is
+        then in the order of the block ids."""
+        pool = BlockPool(self.num_blocks)
+        for table in self.tables.values():
+            pool.touch([pool.blocks[block_id] for block_id in table])
+        self.block_pool = pool
+
     def check(self):
         """The invariants: a table's blocks exist, are not repeated, and are enough for the tokens
         computed; each block is either free or as often held as tables name it; the free queue

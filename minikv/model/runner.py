@@ -64,6 +64,8 @@ class ModelRunner:
         # A token's place among its request's slots is its position, unless padding precedes it.
         token_ids, places, padding, starts, ends, tables = [], [], [], [0], [], []
         for request, num_new_tokens in packed:
+            if num_new_tokens < 1:
+                raise InvariantBroken(f"{request} is scheduled with {num_new_tokens} new tokens")
             start, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
             tables.append(self._table(request, end))
             token_ids += request.token_ids[start:end]
