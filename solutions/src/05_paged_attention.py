@@ -536,6 +536,7 @@ class Watching(TorchFunctionMode):
         self.most = max(self.most, sum(sizes.values()))
 
 
+# %% whole-5-3-f jupyter={"source_hidden": true}
 def judge_in_place(function):
     """64 blocks: no operation may make a tensor much larger than a block."""
     args = paged_input(530, random.Random(530).sample(range(70), 64), 255, 4, 2, 2, 8, poison=math.nan)
@@ -736,6 +737,18 @@ def spec_text(spec, seq_lens, block_size):
     heads = f"{spec.num_query_heads} query heads, {spec.num_kv_heads} kv heads, head_dim {spec.head_dim}, {spec.dtype}"
     return f"seq_lens = {seq_lens}, block_size = {block_size}; {spec.name}: {spec.num_layers} layers, {heads}, {spec.num_parameters:,} parameters"
 
+# %% bytes-5-5-d jupyter={"source_hidden": true}
+def table_slips(spec, seq_lens, block_size, live, held):
+    n = len(seq_lens)
+    return {
+        "One table serves all layers: a block id means the same block in each layer's pool.": 4 * held // block_size * spec.num_layers,
+        "A table has an entry for each block, not for each token.": 4 * live, "A table has an entry for each block, not for each token. ": 4 * held,
+        "Each request's last block has an entry, too, be it full or not.": 4 * sum(s // block_size for s in seq_lens),
+        "Each request's last block has an entry, too, be it full or not. ": 4 * live / block_size,
+        "No two requests share a block here: each has a last block of its own.": 4 * cdiv(live, block_size), "An entry takes 4 bytes.": held // block_size,
+        "Each request reads its own table, not the longest of the batch: the padding of the chapter's tables is left out here.": 4 * n * cdiv(max(seq_lens), block_size)
+    }  # fmt: skip
+
 # %% bytes-5-5-c jupyter={"source_hidden": true}
 def case_5_5(value, asked, spec, seq_lens, block_size):
     got = numbers(value, READ, f"step_bytes must return {len(READ)} numbers, ({', '.join(READ)})")
@@ -773,12 +786,7 @@ def case_5_5(value, asked, spec, seq_lens, block_size):
            "Gather copies whole blocks: the tail of the last one is moved as well. ": 2 * live * token,
            "Gather copies whole blocks: the tail of the last one is moved as well.  ": live * token,
            "Pool read, copy written, copy read: those are three, not four.": 4 * held * token},
-        "tables": {"One table serves all layers: a block id means the same block in each layer's pool.": 4 * held // block_size * spec.num_layers,
-                   "A table has an entry for each block, not for each token.": 4 * live, "A table has an entry for each block, not for each token. ": 4 * held,
-                   "Each request's last block has an entry, too, be it full or not.": 4 * sum(s // block_size for s in seq_lens),
-                   "Each request's last block has an entry, too, be it full or not. ": 4 * live / block_size,
-                   "No two requests share a block here: each has a last block of its own.": 4 * cdiv(live, block_size), "An entry takes 4 bytes.": held // block_size, full: 4 * sum(s // block_size + 1 for s in seq_lens),
-                   "Each request reads its own table, not the longest of the batch: the padding of the chapter's tables is left out here.": 4 * n * cdiv(max(seq_lens), block_size)},
+        "tables": table_slips(spec, seq_lens, block_size, live, held) | {full: 4 * sum(s // block_size + 1 for s in seq_lens)},
     }  # fmt: skip
     exact = lambda parts: {key: torch.tensor(float(part), dtype=torch.float64) for key, part in parts.items()}  # noqa: E731
     return asked, got, exact(wanted), {part: exact(wrong) for part, wrong in slips.items()}
