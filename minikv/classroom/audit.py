@@ -84,14 +84,20 @@ class Answer:
 
 
 class ChecksOutput(io.StringIO):
-    """What is printed, but for what the answer's own code prints: `check` does not compare that."""
+    """What the cells after the answer print by themselves; `check` compares nothing else."""
 
-    def __init__(self, file):
+    def __init__(self, file, files):
         super().__init__()
-        self.file = file
+        self.file, self.files = file, files
 
     def write(self, text):
-        return len(text) if called_from({self.file}) else super().write(text)
+        if called_from(self.files, {self.file}):
+            return super().write(text)
+        return len(text)
+
+    def writelines(self, lines):
+        for line in lines:
+            self.write(line)
 
 
 @dataclass
@@ -248,7 +254,8 @@ def run_answers(root, notebook, cell_id, answers):
 
 
 def _outcome(answer, after, namespace):
-    printed, error = ChecksOutput(f"<{answer.cell_id}>"), None
+    files = {f"<{cell.id}>" for cell in after}
+    printed, error = ChecksOutput(f"<{answer.cell_id}>", files), None
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         try:
             _run(answer.cell_id, answer.source, namespace)
