@@ -37,10 +37,7 @@ def usage():
 
 def main(argv=None):
     """Runs a command and returns its exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        # A pipe may be in cp1252 or ascii: what it has no letter for is shown as \u03c0.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    _tolerate_every_letter()
     argv = sys.argv[1:] if argv is None else list(argv)
     name = argv[0] if argv else "help"
     try:
@@ -66,6 +63,17 @@ def main(argv=None):
     if message is not None:
         print(message, file=sys.stderr)
     return status
+
+
+def _tolerate_every_letter():
+    """A pipe may be in cp1252 or ascii: what it has no letter for is shown as \\u03c0."""
+    for stream, errors in (
+        (sys.stdin, "replace"),
+        (sys.stdout, "backslashreplace"),
+        (sys.stderr, "backslashreplace"),
+    ):
+        if hasattr(stream, "reconfigure"):  # it may be None, or a test's
+            stream.reconfigure(errors=errors)
 
 
 def _flush():
