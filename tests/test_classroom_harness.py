@@ -183,6 +183,7 @@ def test_the_checks_run_under_the_usual_settings_and_give_the_learners_back():
 @pytest.mark.parametrize(("body", "message"), [
     ("while True: pass", "slots does not end: after 10 million"),
     ("while True:\n        try: size += 1\n        except Exception: pass", "does not end"),
+    ("while True:\n        try: size += 1\n        except: pass", "does not end"),
     ("    \n    while True: yield 1", None),  # endless, but a generator: its first 1000 count
     ("return map(lambda i: loop(), table)", "does not end"),
     ("return loop2.loop()", "does not end"),

@@ -39,7 +39,7 @@ def check(function):
         with defaults():
             moved(function, shelf)(*answers)
     except (Endless, Delegated) as error:  # of `bounded`, called without `ask`
-        raise _brief(AssertionError(told(error.answer, error))) from None
+        raise _brief(AssertionError(told(getattr(error, "answer", "Your code"), error))) from None
     except (AssertionError, NotImplementedError) as error:
         raise _brief(error) from None
     finally:
