@@ -262,6 +262,11 @@ def test_an_error_in_a_library_names_the_learners_line():
     assert "Its arguments were ([2], 1)" in found
 
 
+def test_a_message_can_be_sent_whatever_letters_it_holds():
+    found = said("def slots(table, size):\n    raise ValueError('π \\ud83d')")
+    assert found.encode().decode().startswith("slots ended in ValueError: π ?")
+
+
 def test_not_yet_written_stays_what_it_is():
     stub = 'def slots(table, size):\n    raise NotImplementedError("Exercise 1.1: write slots")'
     with pytest.raises(NotImplementedError, match="write slots") as caught:

@@ -48,6 +48,9 @@ def check(function):
 
 def _brief(error):
     said = str(error) or "a check failed without a message"
+    # Half a character (a lone surrogate) cannot be sent, and the whole message would be lost.
+    said = said.encode(errors="replace").decode()
+    error.args = (said,)
     error._render_traceback_ = said.splitlines  # IPython shows what this returns
     return error
 
