@@ -143,11 +143,8 @@ def install_cpu_torch(python):
     """
     command = [python, "-m", "pip", "install", "--no-deps", pinned("torch")]
     command += ["--index-url", CPU_TORCH_INDEX, "--timeout", "15", "--retries", "1"]
-    what = "installing PyTorch's CPU-only build"
-    try:
-        run_step(command, what, tolerate=True)
-    except SetupError:
-        say(f"not reached: {CPU_TORCH_INDEX}. The ordinary build follows ({DOWNLOAD['ordinary']}).")
+    otherwise = f"not had from {CPU_TORCH_INDEX}; the ordinary one: {DOWNLOAD['ordinary']}"
+    run_step(command, "installing PyTorch's CPU-only build", otherwise)
 
 
 def ask_for_other_build(wanted, here):

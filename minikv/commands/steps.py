@@ -131,11 +131,11 @@ class ProgressLine:
         print(("\r" if self._live else "") + self._text(detail), flush=True)
 
 
-def run_step(command, what, tolerate=False):
+def run_step(command, what, otherwise=None):
     """Runs one step of the set-up. What it writes goes to LOG, and one line to the terminal.
 
-    Raises SetupError with a cause if it fails, after the log's last lines; with tolerate, for a
-    step that has a substitute, without them.
+    Raises SetupError with a cause if it fails, after the log's last lines. otherwise: for a step
+    that has a substitute, what its line says instead.
     """
     # A user's pip may be configured to install outside of environments, which fails inside one.
     environ = dict(os.environ, PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1")
@@ -179,10 +179,10 @@ def run_step(command, what, tolerate=False):
         except KeyboardInterrupt:
             process.wait()  # the same Ctrl-C has reached it
             raise
-    progress.end("" if not status else "failed")
-    if status:
+    progress.end("" if not status else otherwise or "failed")
+    if status and not otherwise:
         said = "".join(last_lines)
-        for line in [] if tolerate else said.splitlines()[-NUM_LINES_SHOWN:]:
+        for line in said.splitlines()[-NUM_LINES_SHOWN:]:
             print(f"    {line}", file=sys.stderr)
         raise SetupError(
             f"{what} failed (exit status {status}): {explain(said)}. "
