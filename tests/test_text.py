@@ -134,6 +134,17 @@ def test_a_stop_string_found_when_the_last_half_character_comes_out(tiny, stop, 
     assert "".join(llm.stream("x", SamplingParams(**params))) == "ab\ufffd".partition(stop)[0]
 
 
+def test_a_sample_says_at_once_that_its_last_half_character_ended_it():
+    """The engine looks at a request that has ended twice in a step; once must do."""
+    request = Request("x", [1], max_tokens=3)
+    sample = Sample(request, tiny_tokenizer(), ["\ufffd"])
+    for token in b"a\xf0\x9f":
+        request.append(token)
+    request.finish_reason = "length"
+    assert sample.read_new_tokens()
+    assert (sample.text, request.finish_reason, sample.end_reason) == ("a", "stop", "stop")
+
+
 # -- a tokenizer that fails ---------------------------------------------------------------------
 
 
