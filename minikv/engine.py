@@ -187,6 +187,7 @@ class LLM:
         self._jobs = {}  # request_id -> Job, until it has ended
         self._samples = {}  # request_id of each of its samples -> (Job, Sample)
         self._held = {}  # request_id -> newest output, made while another caller was stepping
+        self._driven = set()  # ids of generate's and of open streams, who are told by _drive
         self._in_step = False  # still true at the next step: this one was cut short
         self._thread = None  # whose requests are unfinished
         self._ids, self._num_added = itertools.count(), 0
@@ -313,21 +314,25 @@ class LLM:
                 yield piece
 
     def _drive(self, jobs):
-        """Adds these requests and steps until they end, yielding their outputs. What other
-        requests get meanwhile is held for the next step()."""
+        """Adds these requests and steps until they end, yielding their outputs. What requests of
+        add_request get meanwhile is held for the next step(); another open stream has it already.
+        """
         own = set()
         try:
             for job in jobs:
                 own.add(self._add(job))
-            while any(request_id in self._jobs for request_id in own):
+                self._driven.add(job.request_id)
+            while own & self._driven & self._jobs.keys():
                 self._step()
-                for request_id in [each for each in self._held if each in own]:
-                    yield self._held.pop(request_id)
+                told = [self._held.pop(each) for each in list(self._held) if each in self._driven]
+                yield from [output for output in told if output.request_id in own]
         except BaseException:  # an interrupt and a caller who has heard enough included
-            for request_id in own:
+            for request_id in own & self._driven:
                 with contextlib.suppress(Exception):  # a broken manager must not hide what it was
                     self.abort(request_id)
             raise
+        finally:
+            self._driven -= own
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -411,6 +416,7 @@ class LLM:
         self.scheduler.add(requests[0])
         self._num_added += 1
         self._jobs[job.request_id] = job
+        self._driven.discard(job.request_id)  # an open stream whose request has ended had it
         self._samples |= {s.request.request_id: (job, s) for s in job.samples}
         return job.request_id
 
@@ -437,8 +443,8 @@ class LLM:
             if job is None:  # it was aborted
                 continue
             request, got_token = sample.request, sample.read_new_tokens()
-            if sample.stopped and request.finish_reason is None:
-                self.scheduler.finish(request, "stop", self.core.clock.now())
+            if sample.end_reason and request.finish_reason is None:
+                self.scheduler.finish(request, sample.end_reason, self.core.clock.now())
             if got_token or request.finish_reason:
                 outputs[job.request_id] = job
         # Nothing is forgotten before its output is kept: a step that is cut short loses none.

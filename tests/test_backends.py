@@ -290,3 +290,15 @@ def test_the_llm_tells_which_backend_runs(backend):
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
     module = BACKENDS[llm.attention_backend]
     assert llm.runner.last_step.attend.__module__ == module
+
+
+@pytest.mark.parametrize("backend", POISON)
+def test_layers_with_different_windows_share_one_step(backend):
+    """What a backend makes once for all layers is made for each window: the metadata is one."""
+    _, attend = choose_backend("cpu", torch.float32, backend)
+    for kind in range(len(KINDS)):
+        batch = Batch(kind, torch.float32, POISON[backend])
+        metadata = batch.metadata()
+        batch.metadata = lambda metadata=metadata: metadata
+        for batch.window in (5, None, 1, 40, 5):
+            assert max(batch.errors(attend)) < LIMITS[torch.float32], (batch.kind, batch.window)

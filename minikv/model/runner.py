@@ -11,7 +11,7 @@ import operator
 import torch
 
 from minikv.kv_cache.base import InvariantBroken
-from minikv.model.attention import StepContext, new_pools
+from minikv.model.attention import CURRENT_STEP, StepContext, new_pools
 from minikv.model.backends import AttentionMetadata, Scratch, choose_backend, writer_of
 from minikv.model.sampler import sample
 
@@ -82,13 +82,17 @@ class ModelRunner:
             attend=self.attend,
             write_kv=self.write_kv,
         )
-        out = self.model(
-            input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=positions[None].to(self.device),
-            use_cache=False,
-            step=step,
-            logits_to_keep=torch.tensor(starts[1:], device=self.device) - 1,
-        )
+        before = CURRENT_STEP.set(step)
+        try:
+            out = self.model(
+                input_ids=torch.tensor([token_ids], device=self.device),
+                position_ids=positions[None].to(self.device),
+                use_cache=False,
+                step=step,
+                logits_to_keep=torch.tensor(starts[1:], device=self.device) - 1,
+            )
+        finally:
+            CURRENT_STEP.reset(before)
         return out.logits[0]
 
     def _table(self, request, end):
