@@ -195,6 +195,17 @@ def check_attention(found):
     return rows
 
 
+def check_threads(found):
+    """How many threads a step of the model would run on now, tried on something like one."""
+    try:
+        from minikv.model.threads import new_threads
+    except ImportError:
+        return []
+    if not found["devices"] or found["devices"][0]["device"] != "cpu":
+        return []
+    return [(OK, f"threads: {new_threads('cpu').describe()}", None)]
+
+
 def check_model(found):
     if found["model_fetched"]:
         return OK, f"the model smollm2 is in {found['model_dir']}", None
@@ -279,6 +290,7 @@ def main(argv):
     found = facts()
     rows = [check_python(found), *check_packages(found), check_kernel(), check_widgets()]
     rows += [check_machine(found), *check_devices(found), *check_attention(found)]
+    rows += check_threads(found)
     rows += [check_model(found), check_notebook()]
     for status, text, what_to_do in rows:
         print(f"{status:8} {text}")

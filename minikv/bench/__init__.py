@@ -181,14 +181,14 @@ def _compare(args):
     workload = make_workload(args.requests, vocab_size=settings.spec.vocab_size)
     facts = machine.facts(resolve_device(args.device))
     _print_head(workload, facts, settings.spec)
-    runs, backends = _measure(chosen, settings, workload, args.rounds)
+    runs, told = _measure(chosen, settings, workload, args.rounds)
     rows = [_row(*key, settings.spec.dtype, runs[key], workload) for key in chosen]
     base = next((row for row in rows if row["engine"] == "generate"), None)
     for row in rows:
         rate = row["useful_tok_per_s"]
         row["ratio_to_generate"] = rate / base["useful_tok_per_s"] if base else None
         row["peak_kv_is"] = E.KINDS[row["engine"]].kv_means
-        row["attention_backend"] = backends[row["engine"], row["max_num_seqs"]]
+        row |= told[row["engine"], row["max_num_seqs"]]
     _print_table(rows)
     return {
         "rows": rows,
@@ -206,7 +206,8 @@ def _compare(args):
 
 def _measure(chosen, settings, workload, rounds):
     """(kind, num_seqs) -> [(Run, cores that others kept busy), ...], one for each round; and
-    (kind, num_seqs) -> the attention backend that ran, None where an engine has no such choice."""
+    (kind, num_seqs) -> {"attention_backend", "threads"}, what ran, None where an engine has no such
+    choice."""
     from tqdm import tqdm
 
     from minikv.bench import engines as E
@@ -238,8 +239,9 @@ def _measure(chosen, settings, workload, rounds):
                     )
                 runs[kind, num_seqs].append((run, watch.others))
                 bar.update()
-        backends = {key: getattr(e, "attention_backend", None) for key, e in built.items()}
-    return runs, backends
+        names = ("attention_backend", "threads")
+        told = {key: {n: getattr(e, n, None) for n in names} for key, e in built.items()}
+    return runs, told
 
 
 def _check_lengths(name, run, workload):
@@ -301,6 +303,9 @@ def _print_table(rows):
     )
     for backend in {row["attention_backend"] for row in rows} - {None}:
         print(f"minikv's attention backend: {backend}")
+    for row in rows:
+        if row["threads"]:
+            print(f"minikv-{row['max_num_seqs']}'s threads: {row['threads']}")
 
 
 # -- the profile ----------------------------------------------------------------------------
@@ -330,10 +335,10 @@ def _profile(args):
     if watch.busy:
         print(f"warning: other processes kept {watch.others:.1f} cores busy", file=sys.stderr)
     step_ms, plain_ms = result["step_ms"], result["unprofiled_step_ms"]
-    result["attention_backend"] = engine.attention_backend
+    result["attention_backend"], result["threads"] = engine.attention_backend, engine.threads
     print(
         f"\na decode step of {len(workload)} sequences, {result['context']:.0f} tokens each, "
-        f"attention backend {engine.attention_backend}:\n"
+        f"attention backend {engine.attention_backend}; threads: {engine.threads}:\n"
     )
     for row in result["rows"]:
         print(f"{row['part']:44} {row['ms']:8.2f} ms {row['percent']:6.1f}%")
