@@ -11,9 +11,10 @@ import sys
 
 # command -> (module:function taking argv and returning an exit status, one line of help)
 COMMANDS = {
-    "lab": ("minikv.bootstrap:lab", "set everything up and open the course in JupyterLab"),
-    "test": ("minikv.bootstrap:test", "set everything up and run all tests"),
+    "lab": ("minikv.commands.lab:main", "set everything up and open the course in JupyterLab"),
+    "test": ("minikv.commands.test:main", "set everything up and run all tests"),
     "test-gpu": ("minikv.gpu:main", "test on an NVIDIA GPU; says so where there is none"),
+    "fresh": ("minikv.commands.fresh:main", "try both as on a machine that never saw the course"),
     "doctor": ("minikv.doctor:main", "say whether this machine is ready, and what works on it"),
     "generate": ("minikv.generate:main", "answer a prompt, streaming"),
     "simulate": ("minikv.simulate:main", "serve simulated traffic on a GPU that is not here"),
@@ -53,8 +54,8 @@ def main(argv=None):
     except ModuleNotFoundError as error:
         if (error.name or "minikv").split(".")[0] == "minikv":
             raise
-        bootstrap = importlib.import_module("minikv.bootstrap")
-        status, message = 1, bootstrap.lacks(name, error.name)
+        environment = importlib.import_module("minikv.commands.environment")
+        status, message = 1, environment.lacks(name, error.name)
     try:
         _flush()
     except OSError:  # what cannot be written must not be tried once more at the end
@@ -77,8 +78,8 @@ def _run(argv):
     if name not in COMMANDS:
         print(f"minikv: unknown command {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    if name not in ("lab", "test"):  # the others need what those two install
-        status = importlib.import_module("minikv.bootstrap").hand_over(argv)
+    if name not in ("lab", "test", "fresh"):  # the others need what those install
+        status = importlib.import_module("minikv.commands.environment").hand_over(argv)
         if status is not None:
             return status
     module, function = COMMANDS[name][0].split(":")

@@ -11,7 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minikv.bootstrap import NEWEST, NOTEBOOK, OLDEST, REQUIREMENTS, ROOT
+from minikv.commands.environment import NEWEST, OLDEST, REQUIREMENTS
+from minikv.commands.lab import NOTEBOOK
+from minikv.commands.steps import ROOT
 
 INSTALL = "run: python -m minikv lab (it installs what is missing into .venv)"
 ROOM_TO_WORK = 3_000_000_000  # bytes: PyTorch, the default model and its 1 GiB pool, and a kernel

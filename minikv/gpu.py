@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minikv import bootstrap
+from minikv.commands import steps
 
 CHAPTERS = ("00", "01", "05")
 JUPYTER = ("nbformat", "nbclient", "ipykernel", "jupytext")
@@ -46,16 +46,14 @@ def command(arguments):
     wrote, or None)."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")
-        paths = [str(bootstrap.ROOT), os.environ.get("PYTHONPATH", "")]
-        status = bootstrap.run(
-            [sys.executable, *arguments, "--json", file],
-            PYTHONPATH=os.pathsep.join(filter(None, paths)),
-        )
+        paths = [str(steps.ROOT), os.environ.get("PYTHONPATH", "")]
+        environ = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+        status = steps.run([sys.executable, *arguments, "--json", file], environ=environ)
         return status, json.loads(file.read_text("utf-8")) if file.is_file() else None
 
 
 def checks(model):
-    script = bootstrap.ROOT / "tests" / "gpu_checks.py"
+    script = steps.ROOT / "tests" / "gpu_checks.py"
     status, parts = command([script, *(["--model", model] if model else [])])
     if parts is None:
         return [part("checks", "failed", f"ended with exit status {status}; the reason is above")]
@@ -127,7 +125,7 @@ def test(model=None):
     parts = checks(model)
     for number in CHAPTERS:
         print(f"-- chapter {number}", flush=True)
-        parts.append(chapter(number, bootstrap.ROOT))
+        parts.append(chapter(number, steps.ROOT))
     print("-- bench --kernel", flush=True)
     parts.append(kernel())
 

@@ -31,7 +31,7 @@ FLOORS = {
     "viz": 7,
     "classroom": 8,
     # the commands stand on top, in the order in which they use each other
-    "bootstrap": 8,
+    "commands": 8,
     "doctor": 9,
     "generate": 10,
     "bench": 10,
@@ -40,7 +40,8 @@ FLOORS = {
     "__main__": 12,
 }
 WITHOUT_TORCH = [part for part, floor in FLOORS.items() if floor <= 5 and part != "model"]
-STDLIB_ONLY = ["minikv", "minikv.__main__", "minikv.bootstrap"]
+STDLIB_ONLY = ["minikv", "minikv.__main__", "minikv.commands.lab", "minikv.commands.test"]
+STDLIB_ONLY += ["minikv.commands.fresh"]
 
 
 def part_of(module):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from minikv import __main__, bootstrap
+from minikv import __main__
+from minikv.commands import environment
 
-ROOT = Path(bootstrap.__file__).parents[1]
+ROOT = Path(__main__.__file__).parents[1]
 TINY = ["generate", "Hello", "--model", "tiny", "--raw", "--max-tokens", "8"]
 
 
@@ -23,11 +24,11 @@ def minikv(*argv, **options):
 @pytest.fixture
 def command(monkeypatch):
     """Gives `python -m minikv x` a function of the test's own."""
-    monkeypatch.setattr(bootstrap, "hand_over", lambda argv: None)
-    monkeypatch.setitem(__main__.COMMANDS, "x", ("minikv.bootstrap:x", "a test's"))
+    monkeypatch.setattr(environment, "hand_over", lambda argv: None)
+    monkeypatch.setitem(__main__.COMMANDS, "x", ("minikv.commands.environment:x", "a test's"))
 
     def run(function):
-        monkeypatch.setattr(bootstrap, "x", function, raising=False)
+        monkeypatch.setattr(environment, "x", function, raising=False)
         return __main__.main(["x"])
 
     return run

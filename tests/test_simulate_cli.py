@@ -7,8 +7,9 @@ import types
 
 import pytest
 
-from minikv import __main__, bench, bootstrap, simulate
+from minikv import __main__, bench, simulate
 from minikv.bench import roofs, simulator
+from minikv.commands import environment
 from minikv.metrics import PERCENTILES
 from minikv.simulate import main
 
@@ -210,7 +211,7 @@ def test_it_is_a_command_of_minikv_and_needs_no_torch():
 
 
 def test_the_command_of_minikv(monkeypatch, capsys):
-    monkeypatch.setattr(bootstrap, "hand_over", lambda argv: None)
+    monkeypatch.setattr(environment, "hand_over", lambda argv: None)
     assert __main__.main(["simulate", "--requests", "3"]) == 0
     assert "sharegpt: 3 requests" in capsys.readouterr().out
 
