@@ -1,13 +1,14 @@
 """On how many threads a step runs: what the machine gives, judged by the steps' own times.
 
 Threads wait for each other after each matrix product, some 200 times a step. Where another program
-has one of two cores, each wait can last until that program is put aside, and a step on two threads
-takes ten times as long as on one; alone on the machine it takes two thirds. Which of the two it is
-changes from minute to minute. So other counts are tried: one after the other at first, then now and
-then, never for more than a 1/PAUSE of the time that the steps themselves take.
+has one of two cores, each wait can last until that program is put aside: a step of 0.03 s on two
+threads then took over 2 s, and 0.04 s on one. What the machine gives changes from minute to minute.
+So other counts are tried: one after the other at first, TRIAL_STEPS + 1 steps each, then now and
+then, for no more than 1/PAUSE of the time that the steps take.
 
 Whoever sets OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads has decided, and nothing is
-tried. `minikv/__init__.py` lets waiting threads sleep, where torch is imported later than that.
+tried. Results don't change with the number, but for fp32's rounding (by 1e-6, in some products).
+`minikv/__init__.py` lets waiting threads sleep, where torch is imported later than that.
 """
 
 import contextlib
@@ -15,6 +16,8 @@ import functools
 import itertools
 import math
 import os
+import subprocess
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -186,10 +189,17 @@ def counts_here(device="cpu", environ=os.environ):
     return sorted({1, max(1, most // 2), most}), reason
 
 
+@functools.cache
 def _defaults():
-    """Numbers that torch may have taken by itself: of cores, or of what hyper-threading makes."""
+    """Numbers that torch may have taken by itself: of cores, with or without hyper-threading's; of
+    an Apple processor's fast ones."""
     can_use = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {can_use, min(can_use, psutil.cpu_count(logical=False) or can_use)}
+    numbers = {can_use, min(can_use, psutil.cpu_count(logical=False) or can_use)}
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, ValueError):
+            command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
+            numbers.add(int(subprocess.run(command, capture_output=True, text=True).stdout))
+    return numbers
 
 
 def _quota(path=Path("/sys/fs/cgroup/cpu.max")) -> float:
