@@ -200,6 +200,26 @@ def test_who_sets_torchs_number_has_decided(machine):
     assert made.describe() == "1 (torch.set_num_threads)"
 
 
+def test_an_interrupt_while_the_number_is_put_back_is_no_decision(machine, monkeypatch):
+    machine.seconds = lambda count, _: count
+    made = new(machine)
+    while machine.run(made) == 4:
+        pass
+    interrupts = iter([False, True])  # when it is set, when it is put back
+
+    def set_num_threads(num_threads):
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+        machine.set(num_threads)
+
+    monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
+    with pytest.raises(KeyboardInterrupt):
+        machine.run(made)
+    assert machine.num_threads != 4
+    assert len({machine.run(made) for _ in range(100)}) > 1  # goes on trying
+    assert machine.num_threads == 4 and made.counts == [1, 2, 4]
+
+
 def test_sizes_are_judged_apart_and_a_new_one_begins_where_the_nearest_is(machine):
     machine.seconds = lambda count, n: count if n < 16 else n / count
     made = new(machine)

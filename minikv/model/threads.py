@@ -110,10 +110,14 @@ class Threads:
         self._choosers = {}  # size of a step -> Chooser
         self._guess = self._newest = guess or Chooser(self.counts, self.counts[-1])
         self._default = torch.get_num_threads()
+        self._is_ours = False  # a step has set torch's number and not put it back
 
     @contextlib.contextmanager
     def step(self, num_tokens):
         """Around a step that computes so many tokens. One that raises is not judged."""
+        if self._is_ours:  # cut short by an interrupt
+            torch.set_num_threads(self._default)
+            self._is_ours = False
         before = torch.get_num_threads()
         if before != self._default:  # the user has called torch.set_num_threads since
             self.counts, self.reason = [before], "torch.set_num_threads"
@@ -124,9 +128,12 @@ class Threads:
             return
         size = 0 if num_tokens < SMALL_STEP else num_tokens.bit_length()
         chooser = self._newest = self._choosers.get(size) or self._new(size)
-        start = self._clock()
-        with running_on(chooser.count):
-            yield
+        start, self._is_ours = self._clock(), True
+        try:
+            with running_on(chooser.count):
+                yield
+        finally:
+            self._is_ours = torch.get_num_threads() != before
         # As if it had SMALL_STEP tokens: within one size there are twice as many, or half.
         chooser.tell((self._clock() - start) * SMALL_STEP / max(num_tokens, SMALL_STEP))
 
