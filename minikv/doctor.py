@@ -16,7 +16,7 @@ from minikv.commands.lab import NOTEBOOK
 from minikv.commands.steps import ROOT
 
 INSTALL = "run: python -m minikv lab (it installs what is missing into .venv)"
-ROOM_TO_WORK = 3_000_000_000  # bytes: PyTorch, the default model and its 1 GiB pool, and a kernel
+ROOM_TO_WORK = 2_500_000_000  # bytes: a chapter's kernel at its peak, JupyterLab and a browser
 KERNEL_SECONDS = 120
 
 
@@ -161,7 +161,7 @@ def check_machine(found):
         return NOTE, f"{found['cores']} cores; memory unknown without psutil", None
     text = f"{found['cores']} cores, {total / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB free"
     if free < ROOM_TO_WORK:
-        return NOTE, text, f"under {ROOM_TO_WORK / 1e9:.0f} GB free: close other programs first"
+        return NOTE, text, f"under {ROOM_TO_WORK / 1e9:.1f} GB free: close other programs first"
     return OK, text, None
 
 

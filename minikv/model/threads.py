@@ -43,6 +43,7 @@ class Chooser:
     def __init__(self, counts, choice):
         self.counts, self.choice = list(counts), choice
         self.mean_s = {}  # count -> seconds of a step when it was last judged
+        self.num_steps = 0
         self._recent = deque(maxlen=RECENT_STEPS)  # seconds of steps on `choice`
         self._others = deque(count for count in self.counts if count != choice)
         self._untried = len(self._others)
@@ -62,6 +63,7 @@ class Chooser:
     def tell(self, seconds):
         count, is_first = self.count, self.count not in self._seen
         self._seen.add(count)
+        self.num_steps += 1
         if self._trial is not None:
             self._spent += seconds
             if not is_first:
@@ -108,7 +110,7 @@ class Threads:
     def __init__(self, counts, reason, guess=None, clock=time.perf_counter):
         self.counts, self.reason, self._clock = list(counts), reason, clock
         self._choosers = {}  # size of a step -> Chooser
-        self._guess = self._newest = guess or Chooser(self.counts, self.counts[-1])
+        self._guess = guess or Chooser(self.counts, self.counts[-1])
         self._default = torch.get_num_threads()
         self._is_ours = False  # a step has set torch's number and not put it back
 
@@ -127,7 +129,7 @@ class Threads:
             yield
             return
         size = 0 if num_tokens < SMALL_STEP else num_tokens.bit_length()
-        chooser = self._newest = self._choosers.get(size) or self._new(size)
+        chooser = self._choosers.get(size) or self._new(size)
         start, self._is_ours = self._clock(), True
         try:
             with running_on(chooser.count):
@@ -147,20 +149,26 @@ class Threads:
 
     @property
     def num_threads(self) -> int:
-        """What steps of the newest one's size run on."""
-        return self.counts[0] if len(self.counts) == 1 else self._newest.choice
+        """What most steps run on now."""
+        return self.counts[0] if len(self.counts) == 1 else self._usual.choice
+
+    @property
+    def _usual(self):
+        """The Chooser of the size that most steps had."""
+        return max(self._choosers.values(), key=lambda c: c.num_steps, default=self._guess)
 
     def describe(self) -> str:
-        """How many threads steps of the newest one's size run on, and why."""
+        """How many threads most steps run on now, and why."""
         if len(self.counts) == 1:
             return f"{self.counts[0]} ({self.reason})"
-        if not self._choosers:
+        usual = self._usual
+        if usual is self._guess:
             what = "for a few products"
-        elif self._newest is self._choosers.get(0):
+        elif usual is self._choosers.get(0):
             what = "for a step"
         else:
             what = f"for {SMALL_STEP} tokens"
-        means = sorted(self._newest.mean_s.items())
+        means = sorted(usual.mean_s.items())
         tried = ", ".join(f"on {count} {1e3 * seconds:.1f} ms" for count, seconds in means)
         counts = f"{', '.join(map(str, self.counts[:-1]))} and {self.counts[-1]}"
         return f"{self.num_threads}, chosen from {counts} by time ({what}: {tried or 'not tried'})"
