@@ -161,7 +161,11 @@ def test_json_and_table(capsys, tmp_path, quick):
         # Where there is a compiler, what is measured is the kernel, not what stands in for it.
         backend = BACKEND if row["engine"] == "minikv" else None
         assert row["attention_backend"] == backend
+        assert (row["threads"] is not None) == (row["engine"] == "minikv")
     assert f"minikv's attention backend: {BACKEND}\n" in out.out
+    for row in result["rows"]:
+        if row["threads"]:
+            assert f"minikv-{row['max_num_seqs']}'s threads: {row['threads']}\n" in out.out
     assert result["rows"][1]["ratio_to_generate"] == 1
     assert result["machine"]["torch"] == torch.__version__
     assert "round 2" in out.err  # the progress bar
@@ -268,6 +272,7 @@ def test_profile_adds_up(capsys, tmp_path, quick, backend, monkeypatch):
     assert status == 0
     profile = json.loads(file.read_text())["profile"]
     assert profile["attention_backend"] == backend
+    assert f"threads: {profile['threads']}:" in out.out
     rows = {row["part"]: row for row in profile["rows"]}
     assert sum(row["ms"] for row in rows.values()) == pytest.approx(profile["step_ms"])
     assert sum(row["percent"] for row in rows.values()) == pytest.approx(100)

@@ -85,7 +85,7 @@ def test_stats_go_to_standard_error(capsys, answer):
     assert captured.out == answer("Hello") + "\n"
     assert captured.err.startswith("[12 steps in ")
     assert "16 tokens computed" in captured.err
-    assert "float32 on cpu" in captured.err
+    assert "float32 on cpu; threads: " in captured.err
 
 
 @pytest.mark.parametrize("argv, message", [

@@ -445,6 +445,20 @@ def test_the_attention_backend_has_a_line_with_the_reason(monkeypatch):
     assert why == "cpu does not run: MINIKV_CPU_KERNELS is 0"
 
 
+def test_the_threads_have_a_line_with_the_reason(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = {"devices": [{"device": "cpu"}]}
+    [(status, text, what_to_do)] = doctor.check_threads(found)
+    assert (status, what_to_do) == ("OK", None)
+    assert text.startswith("threads: ") and text.endswith(" (OMP_NUM_THREADS is set)")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("minikv.model.threads.counts_here", lambda device: ([1, 2], "a reason"))
+    [(_, text, _)] = doctor.check_threads(found)
+    assert "chosen from 1 and 2 by time (for a few products: on 1 " in text
+    assert doctor.check_threads({"devices": []}) == []  # check_devices has said it
+    assert doctor.check_threads({"devices": [{"device": "cuda:0"}, *found["devices"]]}) == []
+
+
 def test_a_cache_folder_that_cannot_be_is_a_line(monkeypatch):
     monkeypatch.setenv("MINIKV_CACHE", "~nosuchuser/x")
     found = machine.model_facts()

@@ -11,7 +11,8 @@ from minikv.bench import machine
 
 def measure(chosen, settings, workload, rounds):
     """(kind, num_seqs) -> [(Run, cores that others kept busy), ...], one for each round; and
-    (kind, num_seqs) -> the attention backend that ran, None where an engine has no such choice."""
+    (kind, num_seqs) -> {"attention_backend", "threads"}, what ran, None where an engine has no such
+    choice."""
     from minikv.bench import engines as E  # imports torch and transformers
 
     # A full batch each, so that no buffer grows and no kernel is first seen while it counts.
@@ -40,8 +41,9 @@ def measure(chosen, settings, workload, rounds):
                     )
                 runs[kind, num_seqs].append((run, watch.others))
                 bar.update()
-        backends = {key: getattr(e, "attention_backend", None) for key, e in built.items()}
-    return runs, backends
+        names = ("attention_backend", "threads")
+        told = {key: {n: getattr(e, n, None) for n in names} for key, e in built.items()}
+    return runs, told
 
 
 def _check_lengths(name, run, workload):
@@ -103,9 +105,12 @@ def print_table(rows):
     )
     for backend in {row["attention_backend"] for row in rows} - {None}:
         print(f"minikv's attention backend: {backend}")
+    for row in rows:
+        if row["threads"]:
+            print(f"minikv-{row['max_num_seqs']}'s threads: {row['threads']}")
 
 
-def rows_of(chosen, dtype, runs, backends, workload) -> list[dict]:
+def rows_of(chosen, dtype, runs, told, workload) -> list[dict]:
     """The comparison's rows, in the order of `chosen`."""
     from minikv.bench import engines as E
 
@@ -115,5 +120,5 @@ def rows_of(chosen, dtype, runs, backends, workload) -> list[dict]:
         rate = row["useful_tok_per_s"]
         row["ratio_to_generate"] = rate / base["useful_tok_per_s"] if base else None
         row["peak_kv_is"] = E.KINDS[row["engine"]].kv_means
-        row["attention_backend"] = backends[row["engine"], row["max_num_seqs"]]
+        row |= told[row["engine"], row["max_num_seqs"]]
     return rows

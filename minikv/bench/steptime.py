@@ -211,7 +211,7 @@ def report(result, num_seqs):
     step_ms, plain_ms = result["step_ms"], result["unprofiled_step_ms"]
     print(
         f"\na decode step of {num_seqs} sequences, {result['context']:.0f} tokens each, "
-        f"attention backend {result['attention_backend']}:\n"
+        f"attention backend {result['attention_backend']}; threads: {result['threads']}:\n"
     )
     for row in result["rows"]:
         print(f"{row['part']:44} {row['ms']:8.2f} ms {row['percent']:6.1f}%")

@@ -150,8 +150,8 @@ def _throughput(args):
     workload = make_workload(args.requests, vocab_size=settings.spec.vocab_size)
     facts = machine.facts(resolve_device(args.device))
     compare.print_head(workload, facts, settings.spec)
-    runs, backends = compare.measure(chosen, settings, workload, args.rounds)
-    rows = compare.rows_of(chosen, settings.spec.dtype, runs, backends, workload)
+    runs, told = compare.measure(chosen, settings, workload, args.rounds)
+    rows = compare.rows_of(chosen, settings.spec.dtype, runs, told, workload)
     compare.print_table(rows)
     return {
         "rows": rows,
@@ -185,7 +185,7 @@ def _profile(args):
         engine = E.Minikv(settings, args.max_num_seqs)
         result = steptime.profile_decode(engine.llm, workload)
     _warn_if_busy(watch)
-    result["attention_backend"] = engine.attention_backend
+    result["attention_backend"], result["threads"] = engine.attention_backend, engine.threads
     steptime.report(result, len(workload))
     return {"profile": result, "model": settings.model, "machine": facts}
 

@@ -14,7 +14,7 @@ from minikv.commands.steps import ROOT
 from minikv.machine import facts, pins, version_of
 
 INSTALL = "run: python -m minikv lab (it installs what is missing into .venv)"
-ROOM_TO_WORK = 3_000_000_000  # bytes: PyTorch, the default model and its 1 GiB pool, and a kernel
+ROOM_TO_WORK = 2_500_000_000  # bytes: a chapter's kernel at its peak, JupyterLab and a browser
 KERNEL_SECONDS = 120
 
 
@@ -61,7 +61,7 @@ def check_machine(found):
         return NOTE, f"{found['cores']} cores; memory unknown without psutil", None
     text = f"{found['cores']} cores, {total / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB free"
     if free < ROOM_TO_WORK:
-        return NOTE, text, f"under {ROOM_TO_WORK / 1e9:.0f} GB free: close other programs first"
+        return NOTE, text, f"under {ROOM_TO_WORK / 1e9:.1f} GB free: close other programs first"
     return OK, text, None
 
 
@@ -95,6 +95,17 @@ def check_attention(found):
         else:
             rows.append((OK, text, None))
     return rows
+
+
+def check_threads(found):
+    """How many threads a step of the model would run on now, tried on something like one."""
+    try:
+        from minikv.model.threads import new_threads
+    except ImportError:
+        return []
+    if not found["devices"] or found["devices"][0]["device"] != "cpu":
+        return []
+    return [(OK, f"threads: {new_threads('cpu').describe()}", None)]
 
 
 def check_model(found):
@@ -181,6 +192,7 @@ def main(argv):
     found = facts()
     rows = [check_python(found), *check_packages(found), check_kernel(), check_widgets()]
     rows += [check_machine(found), *check_devices(found), *check_attention(found)]
+    rows += check_threads(found)
     rows += [check_model(found), check_notebook()]
     for status, text, what_to_do in rows:
         print(f"{status:8} {text}")

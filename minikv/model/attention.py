@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from minikv.model.backends import AttentionMetadata
 from minikv.model.kernels.gather import query_groups
+from minikv.model.memory import zeros
 
 IMPLEMENTATION = "minikv"
 # For models that drop the keyword `step` on its way (StableLM, Nemotron); one for each thread.
@@ -148,9 +149,9 @@ def _require_supported(module, query, key, value, attention_mask, is_causal, ste
 
 def new_pools(spec, num_blocks, block_size, *, device, dtype) -> list[torch.Tensor]:
     """The pool, zeroed: one tensor per layer. Stale NaN would survive a mask (0 x NaN is NaN), so
-    unwritten memory must hold numbers."""
+    unwritten memory must hold numbers. On a CPU it takes memory as it is written."""
     shape = (2, num_blocks + 1, spec.num_kv_heads, block_size, spec.head_dim)
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+    return [zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

@@ -10,6 +10,7 @@ import torch
 from minikv.kv_cache.base import KVCacheManager
 from minikv.model.attention import IMPLEMENTATION, UnsupportedModel
 from minikv.model.runner import ModelRunner
+from minikv.model.threads import while_loading
 from minikv.request import Request
 from minikv.scheduler import ScheduledRequest
 
@@ -23,6 +24,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 CAUSAL = 2e-3
 
 
+@while_loading()
 def adopt(model, spec, attention_backend=None):
     """From here on the model attends through block tables, inside minikv only. It is tried with
     this backend (None: the best for its device).

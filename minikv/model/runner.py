@@ -14,6 +14,7 @@ from minikv.kv_cache.base import InvariantBroken
 from minikv.model.attention import CURRENT_STEP, StepContext, new_pools
 from minikv.model.backends import AttentionMetadata, Scratch, choose_backend, writer_of
 from minikv.model.sampler import sample
+from minikv.model.threads import new_threads
 
 
 class ModelRunner:
@@ -39,6 +40,7 @@ class ModelRunner:
         self.num_kv_heads = spec.num_kv_heads
         self._heads = torch.arange(self.num_kv_heads)
         self._scratch = Scratch()
+        self.threads = new_threads(self.device)
         self._num_layers_copied = 0  # by copies that were cut short
         self.last_step = None  # its StepContext, for the probe and for figures
 
@@ -51,7 +53,9 @@ class ModelRunner:
         # Requests with one new token go first: gather attention takes them all as one group.
         order = sorted(range(len(scheduled)), key=lambda i: scheduled[i].num_new_tokens > 1)
         packed = [scheduled[i] for i in order]
-        sampled = sample(self.forward(packed), [entry.request for entry in packed])
+        num_tokens = sum(entry.num_new_tokens for entry in packed)
+        with self.threads.step(num_tokens):
+            sampled = sample(self.forward(packed), [entry.request for entry in packed])
         tokens = [None] * len(scheduled)
         for i, entry, token in zip(order, packed, sampled, strict=True):
             tokens[i] = token
