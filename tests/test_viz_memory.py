@@ -15,7 +15,7 @@ from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.simulator.refusals import RefusalRecorder
 from minikv.specs import find_gpu, find_model
-from minikv.viz import fragmentation, lab, maps, memory, owners, pool, strips, style, widgets
+from minikv.viz import fragmentation, lab, maps, memory, owners, players, pool, strips, style
 
 STATES = {"": "live", "'": "reserved", "_": "internal", "~": "rounding"}
 
@@ -543,39 +543,36 @@ def test_the_histogram_counts_pieces_and_their_slots():
 # --- animation and widget ----------------------------------------------------------------------
 
 
-def test_the_player_walks_through_the_recording(monkeypatch):
-    monkeypatch.setattr(widgets, "is_live", lambda: True)
-    box = widgets.memory_player(recording(*ROWS), count=4)
-    (play, slider), image = box.children[0].children, box.children[1]
-    assert (slider.min, slider.max, play.max) == (1, 4, 4)
-    for index, free in enumerate((1, 1, 2, 2)):
-        slider.value = index + 1
-        assert f" {free} are free" in re.search('alt="(.*?)"', image.value)[1]
+def test_the_player_walks_through_the_recording_and_names_the_seconds():
+    of = players.memory_player(recording(*ROWS), count=4)
+    assert of.labels == ["0.0 s", "1.0 s", "2.0 s", "3.0 s"]
+    for (label, card), free in zip(of.frames, (1, 1, 2, 2), strict=True):
+        assert f"at {label}" in card.alt and f" {free} are free" in card.alt
+    late = recording(*ROWS).between(1, 3)
+    assert players.memory_player(late, count=3).labels == ["1.0 s", "2.0 s", "3.0 s"]
 
 
-def test_two_recordings_are_played_at_the_same_time(monkeypatch):
-    monkeypatch.setattr(widgets, "is_live", lambda: True)
+def test_two_recordings_are_played_at_the_same_time():
     late = memory.Recording((hand("z z z z", time_s=2.0), hand(". . . .", time_s=3.0)))
-    box = widgets.memory_player([("first", recording(*ROWS)), ("late", late)], count=4)
-    slider, image = box.children[0].children[1], box.children[1]
-    slider.value = 4
-    alt = re.search('alt="(.*?)"', image.value)[1]
+    of = players.memory_player([("first", recording(*ROWS)), ("late", late)], count=4)
+    alt = of.frames[-1][1].alt
     assert (
         "first: The pool of 4 slots at 3.0 s" in alt and "late: The pool of 4 slots at 3.0" in alt
     )
 
 
-def test_without_a_kernel_the_player_shows_four_moments():
-    card = widgets.memory_player(recording(*ROWS))
-    assert isinstance(card, style.Card)
+def test_where_scripts_do_not_run_the_player_shows_four_moments():
+    card = players.memory_player(recording(*ROWS), count=2).picture
     labels = [label.get_text() for label in card.axes[0].get_yticklabels()]
     assert labels == ["0.0 s", "1.0 s", "2.0 s", "3.0 s"]
     late = memory.Recording((hand("z z z z", time_s=1.5), hand(". . . .", time_s=3.0)))
-    card = widgets.memory_player([("first", recording(*ROWS)), ("late", late)])
+    card = players.memory_player([("first", recording(*ROWS)), ("late", late)], count=2).picture
     labels = [label.get_text() for label in card.axes[0].get_yticklabels()]
     assert labels[-4:] == ["first 2.0 s", "late 1.5 s", "first 3.0 s", "late 3.0 s"]
+    with pytest.raises(ValueError, match="count 1: it must be at least 2"):
+        players.memory_player(recording(*ROWS), count=1)
     with pytest.raises(ValueError, match="'empty' holds no moment"):
-        widgets.memory_player([("empty", memory.Recording(()))])
+        players.memory_player([("empty", memory.Recording(()))])
 
 
 @pytest.fixture(scope="module")

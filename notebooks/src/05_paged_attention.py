@@ -398,6 +398,22 @@ card
 # %% [markdown]
 # In the lower row the bars of block 0 keep their proportions and lose their height.
 #
+# > **Predict.** The same seven scores lie in blocks of two. After which of the four blocks does what
+# > was summed up before shrink, and by how much?
+#
+# The **player** shows the state after one block at a time: click it, then take the arrow keys.
+
+# %% online-player
+cut = range(0, 7, 2)
+in_twos, worth_in_twos = ([x[i : i + 2].tolist() for i in cut] for x in (flat, worth))
+state = viz.softmax_states(in_twos, worth_in_twos)[-1]
+assert abs(state.mixed / state.total - whole) < 1e-12
+viz.softmax_player(in_twos, values=worth_in_twos, title="The same seven scores in blocks of two")
+
+# %% [markdown]
+# Only block 2 brings a larger score, 4 after 2. All that was summed up until then is multiplied by
+# exp(2 − 4) = 0.14. The answer at the end is the same: it does not depend on where the row is cut.
+#
 # > **Predict.** With many blocks: does the order matter in which they are merged?
 
 # %% many-blocks
