@@ -1,6 +1,8 @@
 """Memory over time: what is recorded is what the manager holds, what is drawn is what was recorded,
 and it reads in greyscale."""
 
+import dataclasses
+import html
 import itertools
 import re
 
@@ -601,7 +603,7 @@ def test_the_lab_counts_what_was_recorded(broken):
 @pytest.mark.parametrize("fit", lab.FITS)
 def test_every_knob_of_the_lab_runs(fit, reserve):
     result = lab.lab_run(lab.LabSettings(fit=fit, reserve=reserve, rate=8.0))
-    assert result.recording.moments[-1].num_slots == 6000
+    assert result.recording.moments[-1].num_slots == 6144
     for refusal in result.recording.refusals:  # the recorder's need is what the manager asked for
         assert refusal.largest_free_slots < refusal.waiting[0].needed_slots
 
@@ -634,19 +636,60 @@ def test_a_picture_that_is_drawn_again_is_like_a_new_one(broken):
     assert fresh.png() == pictures[1]
 
 
-def test_the_labs_sliders_run_it_anew(broken, monkeypatch):
+def test_the_labs_sliders_run_it_anew_and_keep_the_run_before(broken, monkeypatch):
     monkeypatch.setattr(lab, "is_live", lambda: True)
-    box = lab.fragmentation_lab()
-    controls, image = box.children[0].children, box.children[1]
+    live = lab.fragmentation_lab()
 
     def alt():
-        return re.search('alt="(.*?)"', image.value)[1].replace("&#x27;", "'")
+        return html.unescape(re.search('alt="(.*?)"', live.image.value)[1])
 
-    assert alt() == lab.lab_figure(broken)[0].alt
-    rate, *_ = controls[0].children
-    rate.value = 2.0
+    first = lab.lab_figure(broken)[0].alt
+    assert alt() == first
+    live.controls["rate"].value = 2.0
     expected = lab.lab_figure(lab.lab_run(lab.LabSettings(rate=2.0)))[0].alt
-    assert alt() == expected != lab.lab_figure(broken)[0].alt
+    assert alt().startswith(expected + " The run before, 5 requests/s") and first in alt()
+    assert expected != first
+
+
+def test_every_control_of_the_lab_takes_arrow_keys_and_starts_on_its_own_grid(monkeypatch):
+    import ipywidgets
+
+    monkeypatch.setattr(lab, "is_live", lambda: True)
+    controls = lab.fragmentation_lab().controls
+    assert set(controls) == {field.name for field in dataclasses.fields(lab.LabSettings)}
+    for name, control in controls.items():
+        if isinstance(control, ipywidgets.SelectionSlider):  # a dropdown leaves arrows to the page
+            assert control.value in control.options
+        else:
+            assert isinstance(control, ipywidgets.IntSlider | ipywidgets.FloatSlider)
+            steps = (control.value - control.min) / control.step
+            assert abs(steps - round(steps)) < 1e-9, name
+
+
+def test_what_a_notebook_keeps_of_the_lab_says_what_to_run(monkeypatch):
+    monkeypatch.setattr(lab, "is_live", lambda: True)
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data))
+    live = lab.fragmentation_lab()
+    live._ipython_display_()
+    widget, line = shown
+    assert "application/vnd.jupyter.widget-view+json" in widget
+    assert "<img " in widget["text/html"] and widget["text/plain"].startswith("300 requests")
+    assert "Run All Above Selected Cell" in line["text/html"]
+
+
+def test_seconds_come_back_after_minutes(broken):
+    slow = lab.lab_run(lab.LabSettings(rate=0.5))
+    assert slow.recording.moments[-1].time_s > 600
+    picture = lab.LabPicture()
+    texts = []
+    for result in (broken, slow, broken):
+        picture.draw(result)
+        picture.png()
+        axis = picture.strip_axes.xaxis
+        texts.append((axis.get_label_text()[:7], [t.get_text() for t in axis.get_ticklabels()]))
+    assert texts[0] == texts[2] and texts[0][0] == "seconds" and texts[1][0] == "minutes"
+    assert len(texts[0][1]) >= 4
 
 
 def test_without_a_kernel_the_lab_is_a_figure(broken):

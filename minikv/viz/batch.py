@@ -392,7 +392,7 @@ def batch_explorer(draw, **ranges):
         return draw(**start)[0]
     import ipywidgets
 
-    from minikv.viz.widgets import Panel
+    from minikv.viz.widgets import Computing
 
     sliders = {
         name: ipywidgets.IntSlider(value=first, min=low, max=high, description=name)
@@ -406,4 +406,5 @@ def batch_explorer(draw, **ranges):
 
     for slider in sliders.values():
         slider.observe(show, names="value")
-    return Panel([ipywidgets.HBox(list(sliders.values())), image], card)
+    box = ipywidgets.HBox(list(sliders.values()), layout={"flex_flow": "row wrap"})
+    return Computing(ipywidgets.VBox([box, image]), card)

@@ -5,33 +5,37 @@ for (const root of document.querySelectorAll(".mk-player")) {
   root.mkPlayer = true;
   const { name, milliseconds, width, height, base, frames } = JSON.parse(
     root.querySelector("script[type='application/json']").textContent);
-  const last = frames.length - 1, png = "data:image/png;base64,";
+  const last = frames.length - 1;
   const stage = root.querySelector(".mk-stage");
-  stage.innerHTML = `<div class="mk-frame"><img width="${width}" height="${height}"><img alt=""></div>
-    <div class="mk-bar"><button type="button"></button><button type="button" aria-label="previous"
-    >\u2039</button><button type="button" aria-label="next">\u203a</button><input type="range" min="0"
-    max="${last}"><output aria-hidden="true"></output></div><p class="mk-said" aria-live="polite"></p>`;
+  stage.innerHTML = `
+    <div class="mk-frame"><img width="${width}" height="${height}"><img alt=""></div>
+    <div class="mk-bar"><button type="button"></button>
+      <button type="button" aria-label="previous">\u2039</button>
+      <button type="button" aria-label="next">\u203a</button>
+      <input type="range" min="0" max="${last}"><output aria-hidden="true"></output></div>
+    <p class="mk-said" aria-live="polite"></p>`;
   const [ground, over] = stage.querySelectorAll("img");
   const [play, previous, next] = stage.querySelectorAll("button");
   const [slider, label, said] = ["input", "output", ".mk-said"].map((s) => stage.querySelector(s));
   let at = 0, timer = null;
 
-  ground.src = png + base;
+  ground.src = base;
   slider.setAttribute("aria-label", name);
   root.setAttribute("role", "group");
-  root.setAttribute("aria-label", `${name}. Arrow keys, Home and End choose a picture, space plays.`);
+  root.setAttribute("aria-label", `${name}. Arrow keys, Home, End choose a picture, space plays.`);
   root.tabIndex = 0;
 
   function show(index) {
     at = Math.max(0, Math.min(last, index));
     const [title, alt, changed] = frames[at];
     over.style.display = changed ? "block" : "none";
-    if (changed) over.src = png + changed;
+    if (changed) over.src = changed;
     ground.alt = alt;
     slider.value = at;
     slider.setAttribute("aria-valuetext", title);
     label.textContent = `${title} (${at + 1} of ${last + 1})`;
-    if (timer === null && root.contains(document.activeElement)) said.textContent = alt;
+    const quiet = timer !== null || !root.contains(document.activeElement);
+    if (!quiet) said.textContent = alt;
   }
   function pause() {
     clearInterval(timer);

@@ -17,6 +17,7 @@ from minikv.viz.style import CARD, look
 
 DPI = 144  # of the frames: sharp enough, with fewer bytes than a figure's
 COLOURS = 64
+PNG = "data:image/png;base64,"
 SCRIPT, STYLE = (Path(__file__).with_name(f"player.{kind}") for kind in ("js", "css"))
 
 
@@ -64,7 +65,7 @@ class Player:
         """What player.js reads. Each frame is stored as what differs from the first."""
         _, first = self.frames[0]
         ground = _pixels(first, self.dpi)
-        width, height = first._shown_size()
+        width, height = first.shown_size()
         changed = ["", *(_over(ground, _pixels(card, self.dpi)) for _, card in self.frames[1:])]
         return {
             "name": self.name,
@@ -86,7 +87,7 @@ def play(states, draw, label, **options) -> Player:
 
 def _pixels(card, dpi):
     with look():
-        card.set_dpi(dpi)
+        card.set_dpi(dpi * card.scale)
         card.canvas.draw()
         return np.asarray(card.canvas.buffer_rgba())[..., :3].copy()
 
@@ -111,4 +112,4 @@ def _over(ground, pixels) -> str:
 def _png(image, **options) -> str:
     buffer = io.BytesIO()
     image.save(buffer, format="png", optimize=True, **options)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return PNG + base64.b64encode(buffer.getvalue()).decode()

@@ -1,27 +1,21 @@
 """Widgets that compute, and what they leave in a notebook when their kernel is gone."""
 
-import ipywidgets
-from IPython.display import HTML, display
-
-NOTE = (
-    "These controls compute in the kernel. Where they are gone or do not answer, "
-    "run this cell again (Shift+Enter)."
+GONE = (
+    "The sliders ask this notebook's kernel. If they are gone (\u201cmodel not found\u201d), or "
+    "nothing follows them: <b>Run &gt; Run All Above Selected Cell</b>, then this cell."
 )
 
 
-class Panel(ipywidgets.VBox):
-    """Controls and what they draw, below each other; under them, in an output of its own that
-    stays when the kernel is gone, what to run. card: the picture at the first values, which an
-    export shows in their place."""
+class Computing:
+    """A widget, and in a line under it, in an output that outlives the kernel, what to run when
+    that is gone. card: the picture that a page made of the notebook shows in the widget's place."""
 
-    def __init__(self, children, card):
-        super().__init__(children)
-        self.card = card
-
-    def _repr_mimebundle_(self, **kwargs):
-        data = super()._repr_mimebundle_(**kwargs)
-        return data | {"text/html": self.card.img(), "text/plain": self.card.alt}
+    def __init__(self, widget, card):
+        self.widget, self.card = widget, card
 
     def _ipython_display_(self):
-        display(self._repr_mimebundle_(), raw=True)
-        display(HTML(f"<p>{NOTE}</p>"))
+        from IPython.display import display
+
+        picture = {"text/html": self.card.img(), "text/plain": self.card.alt}
+        display(self.widget._repr_mimebundle_() | picture, raw=True)
+        display({"text/html": f"<p>{GONE}</p>", "text/plain": ""}, raw=True)

@@ -408,6 +408,7 @@ cut = range(0, 7, 2)
 in_twos, worth_in_twos = ([x[i : i + 2].tolist() for i in cut] for x in (flat, worth))
 state = viz.softmax_states(in_twos, worth_in_twos)[-1]
 assert abs(state.mixed / state.total - whole) < 1e-12
+print(f"the earlier sum times exp(2 - 4) = {exp(2 - 4):.2f}; answer {state.mixed / state.total:.4f}")
 viz.softmax_player(in_twos, values=worth_in_twos, title="The same seven scores in blocks of two")
 
 # %% [markdown]
