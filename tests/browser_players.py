@@ -9,6 +9,7 @@ has JupyterLab, this one unless given. SHOTS: a folder for screenshots.
 
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -22,15 +23,21 @@ ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 PYTHON = os.environ.get("COURSE_PYTHON", sys.executable)
 SHOTS = Path(os.environ.get("SHOTS", tempfile.gettempdir()))
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
-LAB = (
-    "--allow-root --no-browser --IdentityProvider.token= --ServerApp.port_retries=0 "
-    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate "
-    "--LabApp.extension_manager=readonly"
-).split()
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+]
+TOKEN = secrets.token_hex(8)
+LAB = [
+    *(
+        "--allow-root",
+        "--no-browser",
+        f"--IdentityProvider.token={TOKEN}",
+        "--ServerApp.port_retries=0",
+    ),
+    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    "--LabApp.extension_manager=readonly",
+]
 CELLS = (
     "import minikv.viz as viz\nfrom minikv import LLM, SamplingParams",
     "llm = LLM('tiny', max_model_len=48, num_gpu_blocks_override=9)\n"
@@ -82,14 +89,15 @@ class Lab:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         port = self.url.rpartition(":")[2]
-        self.log = open(folder / "lab.log", "w")
         self.process = subprocess.Popen(
             [PYTHON, "-m", "jupyterlab", *LAB, f"--port={port}"],
-            cwd=folder, env=environment(folder, theme), stdout=self.log, stderr=self.log,
+            cwd=folder, env=environment(folder, theme),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
     def api(self, path, method="GET"):
         request = urllib.request.Request(f"{self.url}/api/{path}", method=method)
+        request.add_header("Authorization", f"token {TOKEN}")
         with urllib.request.urlopen(request, timeout=5) as answer:
             return json.loads(answer.read() or "null")
 
@@ -103,13 +111,14 @@ class Lab:
         raise SystemExit("JupyterLab did not start")
 
     def __exit__(self, *_):
-        self.process.terminate()
+        for kernel in self.api("kernels"):
+            self.api(f"kernels/{kernel['id']}", "DELETE")
+        self.process.kill()  # a polite end may take minutes
         self.process.wait()
-        self.log.close()
 
 
 def open_notebook(page, lab, name, kernel=True):
-    page.goto(f"{lab.url}/lab/tree/{name}?reset")
+    page.goto(f"{lab.url}/lab/tree/{name}?reset&token={TOKEN}")
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=120_000)
     dialog = page.locator(".jp-Dialog button.jp-mod-accept")
     if kernel:
@@ -192,8 +201,10 @@ def try_notebook(browser, folder, path, theme):
         page.on("dialog", lambda dialog: dialog.accept())
         open_notebook(page, lab, path.name)
         foreign = page.locator(".mk-player")
+        foreign.first.wait_for(timeout=60_000)
+        page.wait_for_timeout(2000)
         count = foreign.count()
-        assert count and page.locator(".mk-bar").count() == 0, "scripts of somebody else ran"
+        assert not page.locator(".mk-bar").count(), "scripts of somebody else ran"
         for index in range(count):
             image = foreign.nth(index).locator("img")
             assert image.count() == 1 and image.get_attribute("alt")
