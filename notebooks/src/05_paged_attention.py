@@ -387,35 +387,23 @@ print(f"largest {largest:.0f}, sum {total:.3f}, mixed {mixed:.2f}: {mixed / tota
 # %% [markdown]
 # The same, and no score of block 0 had to be kept. This is **online softmax** (Milakov and Gimelshein
 # 2018), the idea inside FlashAttention (Dao et al. 2022). Divide once, at the end.
-
-# %% online-figure
-card, states = viz.online_softmax(
-    scores, values=values, title="Block 1 brings a larger score: what block 0 summed up shrinks")  # fmt: skip
-for state, triple in zip(states, (first, (largest, total, mixed)), strict=True):
-    assert max(abs(x - y) for x, y in zip((state.largest, state.total, state.mixed), triple, strict=True)) < 1e-12
-card
-
-# %% [markdown]
-# In the lower row the bars of block 0 keep their proportions and lose their height.
 #
-# > **Predict.** The same seven scores lie in blocks of two. After which of the four blocks does what
-# > was summed up before shrink, and by how much?
+# > **Predict.** The same scores in blocks of two: after which does the earlier sum shrink?
 #
-# The **player** shows the state after one block at a time: click it, then take the arrow keys.
+# Click the picture, then use arrow keys.
 
 # %% online-player
-cut = range(0, 7, 2)
-in_twos, worth_in_twos = ([x[i : i + 2].tolist() for i in cut] for x in (flat, worth))
-state = viz.softmax_states(in_twos, worth_in_twos)[-1]
-assert abs(state.mixed / state.total - whole) < 1e-12
-print(f"the earlier sum times exp(2 - 4) = {exp(2 - 4):.2f}; answer {state.mixed / state.total:.4f}")
-viz.softmax_player(in_twos, values=worth_in_twos, title="The same seven scores in blocks of two")
+for state, triple in zip(viz.softmax_states(scores, values), (first, (largest, total, mixed)), strict=True):
+    assert max(abs(x - y) for x, y in zip((state.largest, state.total, state.mixed), triple, strict=True)) < 1e-12
+twos, their_values = ([row[i : i + 2].tolist() for i in range(0, 7, 2)] for row in (flat, worth))
+last = viz.softmax_states(twos, their_values)[-1]
+assert abs(last.mixed / last.total - whole) < 1e-12
+viz.softmax_player(twos, values=their_values, title="The same seven scores, in blocks of two")
 
 # %% [markdown]
-# Only block 2 brings a larger score, 4 after 2. All that was summed up until then is multiplied by
-# exp(2 − 4) = 0.14. The answer at the end is the same: it does not depend on where the row is cut.
+# After block 2: the bars before it keep their proportions and lose their height.
 #
-# > **Predict.** With many blocks: does the order matter in which they are merged?
+# > **Predict.** Does the order matter in which blocks are merged?
 
 # %% many-blocks
 pieces = [one_block([s], [v]) for s, v in zip(flat.tolist(), worth.tolist(), strict=True)]
@@ -429,8 +417,8 @@ assert max(abs(x - whole) for x in answers) < 1e-12
 print(f"{len(answers):,} orders of seven blocks of one slot: all {whole:.4f}")
 
 # %% [markdown]
-# To rounding, it does not. So different programs may each take a part of a long table, and merge at the
-# end; we come back to that.
+# To rounding, it does not. Different programs may each take a part of a table, and merge at the
+# end.
 #
 # Two traps are left. A mask may hide a **whole block**: its largest score is then minus infinity. And a
 # slot that was never written may hold anything, **NaN** too.
