@@ -87,6 +87,24 @@ def test_cells_run_in_notebooks_with_static_figures_and_this_interpreter(tmp_pat
     assert {result["outcome"] for result in results.values()} == {"passed"}, results
 
 
+def test_a_pictures_words_are_compared_and_its_pixels_are_not(tmp_path):
+    text = (
+        "# %% picture\nimport time\nfrom minikv.viz import figure\n"
+        "card, ax = figure(alt='Two lines' if __name__ else '')\n"
+        "_ = ax.plot([0, time.time_ns() % 1000])\ncard\n"
+    )
+    write_source(tmp_path, text, "02_picture.py", "notebooks")
+    build_chapter(tmp_path, "02_picture")
+    path = tmp_path / "notebooks/02_picture.ipynb"
+    data = cell(read(path), "picture").outputs[0].data
+    assert 'alt="Two lines"' in data["text/html"] and "image/png" not in data
+    results = run_nbval(path, tmp_path, compare="all")
+    assert results["picture"]["outcome"] == "passed", results
+    path.write_text(path.read_text(encoding="utf-8").replace('alt=\\"Two', 'alt=\\"Three'))
+    results = run_nbval(path, tmp_path, compare="all")
+    assert results["picture"]["outcome"] == "failed", results
+
+
 def test_ids_are_titles_and_hashes_and_an_insertion_renames_nothing(tmp_path):
     root = built_course()
     path = root / "notebooks/src/01_slots.py"

@@ -46,6 +46,8 @@ NAMES = {
     "gather_map": 5,
     "gathered_blocks": 5,
     "online_softmax": 5,
+    "softmax_at": 5,
+    "softmax_player": 5,
     "softmax_states": 5,
     "PrefixCachingKVCacheManager": 7,
     "RadixKVCacheManager": 7,

@@ -392,15 +392,19 @@ def batch_explorer(draw, **ranges):
         return draw(**start)[0]
     import ipywidgets
 
+    from minikv.viz.widgets import Computing
+
     sliders = {
         name: ipywidgets.IntSlider(value=first, min=low, max=high, description=name)
         for name, (first, low, high) in ranges.items()
     }
-    image = ipywidgets.HTML(hoverable(*draw(**start)))
+    card, drawn = draw(**start)
+    image = ipywidgets.HTML(hoverable(card, drawn))
 
     def show(_):
         image.value = hoverable(*draw(**{name: s.value for name, s in sliders.items()}))
 
     for slider in sliders.values():
         slider.observe(show, names="value")
-    return ipywidgets.VBox([ipywidgets.HBox(list(sliders.values())), image])
+    box = ipywidgets.HBox(list(sliders.values()), layout={"flex_flow": "row wrap"})
+    return Computing(ipywidgets.VBox([box, image]), card)

@@ -5,8 +5,9 @@ Drawn from a PoolSnapshot's table and nothing else.
 
 from matplotlib.patches import Patch
 
+from minikv.viz.player import play
 from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
-from minikv.viz.style import INK, MUTED, WHITE, colour, figure, ink_on, is_live, look, tint
+from minikv.viz.style import INK, MUTED, WHITE, colour, figure, ink_on, look, tint
 from minikv.viz.tables import (
     LIVE_TINT,
     OTHER,
@@ -22,7 +23,6 @@ from minikv.viz.tables import (
     unwritten,
     write,
 )
-from minikv.viz.widgets import step_player
 
 LEFT, TABLE_X = 0.62, 1.05
 MEMORY_WIDTH = 5.1
@@ -74,16 +74,17 @@ def translation(snap, request_id, labels, position, *, title=None):
 
 
 def translation_player(snap, request_id, labels, *, milliseconds=700):
-    """The board for one token after the other, in a live notebook; else that of the last one with
-    keys and values, which shows the slots of all."""
+    """A Player of the board, one picture per token, named by its position. Its picture: the board
+    of the last token with keys and values, which shows the slots of all."""
     count = min(len(labels), snap.num_live[request_id])
-    if not is_live():
-        return translation(snap, request_id, labels, count - 1)[0]
-
-    def draw(position):
-        return translation(snap, request_id, labels, position)[0]
-
-    return step_player(range(count), draw, milliseconds=milliseconds)
+    return play(
+        range(count),
+        lambda position: translation(snap, request_id, labels, position)[0],
+        lambda position: f"token {position}",
+        name=f"The translation board of {request_id}, token by token",
+        picture=translation(snap, request_id, labels, count - 1)[0],
+        milliseconds=milliseconds,
+    )
 
 
 def _slots_per_line(snap):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from matplotlib.ticker import LogLocator, NullLocator
 
+from minikv.viz.player import play
 from minikv.viz.style import CARD, INK, MUTED, RULE, WHITE, colour, figure, ink_on, look, tint
-from minikv.viz.widgets import is_live, step_player
 
 PROMPT, OLD, NEW, EMPTY = "prompt", "decoded", "new", "empty"
 PROMPT_FACE, OLD_FACE, NEW_FACE = tint(colour(0), 0.22), colour(0), colour(1)
@@ -116,10 +116,15 @@ def cache_filling(steps, *, count=4):
 
 
 def cache_player(steps):
-    """A slider and a play button over `cache_at`; without a live kernel, `cache_filling`."""
-    if not is_live():
-        return cache_filling(steps)[0]
-    return step_player(steps, lambda step: cache_at(step)[0], milliseconds=900)
+    """A Player of `cache_at`, one picture per forward pass. Its picture: `cache_filling`."""
+    return play(
+        steps,
+        lambda step: cache_at(step)[0],
+        lambda step: f"forward {step.step}",
+        name="The cache, forward by forward",
+        picture=cache_filling(steps)[0],
+        milliseconds=900,
+    )
 
 
 def _cache_alt(step):

@@ -165,7 +165,7 @@ figure
 # %% [markdown]
 # The first step fills the slots of the whole prompt at once. Each later step adds one. When the answer ends, the slab is given back as a whole, and the last row is empty. Nothing is erased: the slots merely belong to nobody.
 #
-# The next cell draws the pool at single steps. With a running kernel it is a player: press play, or move the slider with the arrow keys.
+# The next cell is a player of the single steps. Press play, or click it and take the arrow keys. It needs no kernel, so it still works when you open the notebook again. (In a notebook that Jupyter does not trust yet, because it ran elsewhere, you see four of the steps instead: run the cell.)
 
 # %% player
 from minikv.viz import pool_player

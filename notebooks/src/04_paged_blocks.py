@@ -281,8 +281,8 @@ print({name: scheduler.manager.tables[name] for name in "AB"})
 # %% [markdown]
 # > **Predict.** Block size 4. In which slot is token 6 of A? And token 8?
 #
-# The **translation board**: with a running kernel, play it or drag the slider, and watch the row of
-# slots fill. Position, logical block, row of the table, block of the pool, slot.
+# The **translation board** is a player: click it, take the arrow keys, and watch the row of slots
+# fill. Position, logical block, row of the table, block of the pool, slot.
 
 # %% board
 viz.translation_player(snap, "A", labels["A"])
@@ -467,7 +467,7 @@ card
 # a rain of lines all over the pool, and starts when it comes. **Everything is scattered, and nobody
 # needs it together**. No black mark stands above the lower strip.
 #
-# The whole twenty minutes with one slider (without a kernel: four moments):
+# The whole twenty minutes with one slider:
 
 # %% player
 viz.memory_player([("extents", extents.memory), ("blocks", claimed.memory)])
