@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from classroom_course import built_course, copy_course, edit
 
-from minikv.classroom import build, source
+from minikv.classroom import build, shown, source
 from minikv.classroom.build import build_chapter, check_course
 from minikv.classroom.nbval_run import run_nbval
 from minikv.classroom.source import CourseError, read_source
@@ -103,6 +103,33 @@ def test_a_pictures_words_are_compared_and_its_pixels_are_not(tmp_path):
     path.write_text(path.read_text(encoding="utf-8").replace('alt=\\"Two', 'alt=\\"Three'))
     results = run_nbval(path, tmp_path, compare="all")
     assert results["picture"]["outcome"] == "failed", results
+
+
+@pytest.mark.parametrize(("code", "num_lost"), [
+    ("show(f)", 0),
+    ("show(f)\nprint(1)", 1),
+    ("x = 1\nshow(f);", 1),
+    ("for f in fs:\n    show(f)", 1),
+    ("def f():\n    beside(a, b, [])", 1),
+    ("if True:\n    card\nprint(2)", 1),
+    ("viz.memory_map(moment)\nprint(1)", 1),
+    ("card\n# the end", 0),
+    ("print(1)\n%timeit f\nllm.step()\ncard", 0),
+    ("def f():\n    'docs'\n    return show(g)\nf()", 0),
+    ("card, drawn = viz.memory_map(moment)", 0),
+])  # fmt: skip
+def test_what_a_cell_would_show_and_does_not_is_found(code, num_lost):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    assert len(shown.lost(notebook)) == num_lost
+
+
+def test_a_shown_source_that_stores_no_output_is_found():
+    cell = nbformat.v4.new_code_cell("show(f)")
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    assert len(shown.unseen(notebook)) == 1
+    data = {"text/html": "<pre>", "text/plain": ""}
+    cell.outputs = [nbformat.v4.new_output("execute_result", data=data)]
+    assert shown.unseen(notebook) == []
 
 
 def test_ids_are_titles_and_hashes_and_an_insertion_renames_nothing(tmp_path):
