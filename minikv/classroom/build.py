@@ -65,7 +65,8 @@ def _executed(root, kind, name, notebook, force):
         "source_hash": source_hash(notebook),
         "outputs_hash": outputs_hash(notebook),
         "modules": module_hashes(root, modules),
-        "seconds": seconds,
+        # JupyterLab would write 9.0 as 9, and so change the file.
+        "seconds": int(seconds) if seconds == int(seconds) else seconds,
     }
     return notebook
 

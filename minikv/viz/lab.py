@@ -263,9 +263,7 @@ class Lab:
 
         def control(kind, value, name, **options):
             # The name in a line of its own, so that the track gets the width.
-            layout = w.Layout(
-                flex_flow="row wrap", height="auto", width=CONTROL, margin="0 0 6px"
-            )
+            layout = w.Layout(flex_flow="row wrap", height="auto", width=CONTROL, margin="0 0 6px")
             style = {"description_width": "100%"}
             options |= {"continuous_update": False, "layout": layout, "style": style}
             return kind(value=value, description=name, **options)

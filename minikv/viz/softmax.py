@@ -128,7 +128,7 @@ def _draw_state(ax, index, state, places):
         face = colour(0) if block == index else tint(colour(0), 0.35)
         ax.bar(x, weight, 0.8, color=face, edgecolor=INK, linewidth=0.6)
         shown = "0" if weight == 0 else f"{weight:.2f}"
-        ax.text(x, weight + 0.05, shown, ha="center", va="bottom", fontsize=7.5)
+        ax.text(x, weight + 0.05, shown, ha="center", va="bottom", fontsize=8)
     ax.set(ylim=(0, 1.45), yticks=(0, 1))
     ax.set_ylabel(f"after\nblock {index}", rotation=0, ha="right", va="center")
     largest = "none" if state.largest == -math.inf else f"{state.largest:g}"
