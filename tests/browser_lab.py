@@ -56,7 +56,8 @@ def served(course, home, theme):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = bootstrap.jupyter_command(sys.executable, [], {}, is_root=True)
-    command += [f"--ServerApp.root_dir={course}", f"--ServerApp.port={port}", "--no-browser"]
+    command = [part for part in command if "root_dir" not in part]  # it takes one alone
+    command += [f"--ServerApp.root_dir={course}", f"--ServerApp.port={port}"]
     command += ["--IdentityProvider.token=", "--LabApp.extension_manager=readonly"]
     command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
     environ = dict(os.environ, JUPYTER_CONFIG_DIR=str(home), PYTHONPATH=str(ROOT))
@@ -103,8 +104,7 @@ def lab(request, course, tmp_path_factory):
 
 
 def saved(page):
-    page.get_by_role("menuitem", name="File", exact=True).click()
-    page.get_by_role("menuitem", name="Save Notebook", exact=True).click()
+    page.locator('.jp-Toolbar [data-jp-item-name="save"] jp-button').first.click()
     page.wait_for_timeout(2000)
 
 
