@@ -196,6 +196,29 @@ def test_figures_need_neither_torch_nor_pyplot():
     assert done.stdout.strip() == "set()", done.stdout + done.stderr
 
 
+def test_a_projector_gets_larger_text_in_a_picture_of_the_same_size(run, monkeypatch):
+    def drawn():
+        card, _ = pool.pool_map(run[0][0])
+        [legend] = card.legends
+        zoom = card.shown_size()[0] / style.PAGE_DPI / card.get_figwidth()
+        wide = legend.get_window_extent(card.canvas.get_renderer()).width / card.bbox.width
+        return card.shown_size(), zoom * card.axes[0].title.get_fontsize(), wide
+
+    usual = drawn()
+    monkeypatch.setenv("MINIKV_PROJECTOR", "1")
+    large = drawn()
+    assert large[0] == usual[0] and large[1] == pytest.approx(1.25 * usual[1])
+    assert usual[2] <= 1 and large[2] <= 1  # no legend sticks out
+    monkeypatch.setenv("MINIKV_PROJECTOR", "0")
+    assert drawn() == usual
+
+
+def test_a_label_is_cut_to_its_cell():
+    assert style.fitted("plants", 1.0) == "plants"
+    assert style.fitted("photosynthesis", 0.4) == "phot…"
+    assert style.fitted("W", 0.01) == "W"  # never nothing
+
+
 # --- the player --------------------------------------------------------------------------------
 
 

@@ -45,6 +45,7 @@ def jupyter_command(python, extra, environ, is_root):
         "jupyterlab",
         "--log-level=WARN",  # leaves the block with the URL, which Jupyter prints itself
         f"--ServerApp.root_dir={ROOT}",
+        "--ServerApp.contents_manager_class=minikv.classroom.contents.CourseContents",
         f"--LabApp.default_url=/lab/tree/{NOTEBOOK}",
     ]
     if environ.get("PORT"):

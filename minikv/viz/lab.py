@@ -34,7 +34,7 @@ FITS = ("first", "best", "next", "worst", "buddy")
 RESERVES = ("exact", "max", "pow2", "double", "grow")
 DPI = 120  # of the widget's picture
 WIDTH, LEFT, ROOM = 6.2, 0.86, 5.2  # inches: of the picture, left of its axes, and of these
-MIN_TRACK = "230px"  # of a control, its name above it; less leaves a slider no track
+CONTROL = "246px"  # wide, its name above it; less leaves no room for track and value
 KEY = (
     "solid: live, striped: reserved, dotted: never used, ruled: rounded up,\n"
     "white: free. Above the strip: refused, dark if the sum was enough"
@@ -260,9 +260,7 @@ class Lab:
 
         def control(kind, value, name, **options):
             # The name in a line of its own, so that the track gets the width.
-            layout = w.Layout(
-                flex_flow="row wrap", height="auto", width=MIN_TRACK, margin="0 0 6px"
-            )
+            layout = w.Layout(flex_flow="row wrap", height="auto", width=CONTROL, margin="0 0 6px")
             style = {"description_width": "100%"}
             options |= {"continuous_update": False, "layout": layout, "style": style}
             return kind(value=value, description=name, **options)

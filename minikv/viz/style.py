@@ -15,6 +15,8 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 from PIL import Image
 
 INK = "#1F2328"  # text and lines
@@ -28,7 +30,8 @@ COLOURS = ("#0072B2", "#E69F00", "#00523F", "#CC79A7", "#F0E442")
 
 DPI = 180  # of the file; on a page an inch has the 96 pixels that CSS gives it
 PAGE_DPI = 96  # so a point of a figure is a point of the page
-MIN_POINTS = 8  # no text of a figure is smaller
+MIN_POINTS = 8  # no text of a figure is smaller, where it is as wide as it can be:
+MAX_WIDTH = 8.8  # inches; a laptop of 1280 pixels has 848 beside JupyterLab's file list
 PROJECTOR = 1.25  # by so much text grows, in a picture of the same size
 RC = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
@@ -93,6 +96,15 @@ class Card(Figure):
         self.scale = text_scale()
         super().__init__(figsize=[inches / self.scale for inches in figsize], **options)
 
+    def legend(self, *args, ncols=1, **options):
+        """As a Figure's, in as many columns as there is room for, up to ncols."""
+        for columns in range(ncols, 0, -1):
+            legend = super().legend(*args, ncols=columns, **options)
+            wide = legend.get_window_extent(self.canvas.get_renderer()).width
+            if columns == 1 or wide <= self.bbox.width:
+                return legend
+            legend.remove()
+
     def png(self, dpi=DPI) -> bytes:
         with look():
             buffer = io.BytesIO()
@@ -126,12 +138,24 @@ class Card(Figure):
 def figure(width=8.0, height=3.0, *, rows=1, columns=1, alt="", **options):
     """(Card, axes) in the course's look; axes is one Axes, or an array for several."""
     with look():
-        card = Card(figsize=(width, height), layout="constrained")
+        card = Card((min(width, MAX_WIDTH), height), layout="constrained")
         FigureCanvasAgg(card)
         card.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
         card.alt = alt
         axes = card.subplots(rows, columns, **options)
     return card, axes
+
+
+def fitted(text, inches, points=MIN_POINTS) -> str:
+    """The text, or its start and an ellipsis, so that it is no wider than that on the page."""
+
+    def fits(shown):
+        font = FontProperties(family=RC["font.family"], size=points * text_scale())
+        return text_to_path.get_text_width_height_descent(shown, font, False)[0] <= 72 * inches
+
+    if fits(text):
+        return text
+    return next((s for n in range(len(text) - 1, 0, -1) if fits(s := text[:n] + "…")), text[:1])
 
 
 def colour(index) -> str:

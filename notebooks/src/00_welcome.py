@@ -257,7 +257,7 @@ print(f"live: {num_live}, free: {num_free}, held but empty: {num_empty}")
 # %% [markdown]
 # ## How to use this course
 #
-# - Run the cells in order, from top to bottom. Where something looks odd, *Kernel, Restart and Run All* sets it right.
+# - Run the cells in order, from top to bottom. Where something looks odd, *Kernel > Restart Kernel and Run All Cells…* sets it right.
 # - Change things. The notebooks are yours, and git brings back what you break.
 # - Notebooks import the engine; they never define it. `show` prints any part of it as it stands in the package, so that text and code cannot drift apart. Here is where the striped slots of our drawings ended, and the dotted ones began:
 

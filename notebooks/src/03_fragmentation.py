@@ -170,8 +170,8 @@ card
 # (External: between extents. Chapter 02's waste was internal: inside of them.)
 
 # %% measure
-show(external_fragmentation)
 print(f"here: {external_fragmentation(core.manager.allocator.extents()):.0%}")
+show(external_fragmentation)
 
 # %% after
 while "F" not in core.manager.tables:
