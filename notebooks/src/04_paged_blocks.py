@@ -26,10 +26,6 @@ import numpy as np
 
 import minikv.viz as viz
 from minikv import LLM, ContiguousKVCacheManager, PagedKVCacheManager, Request, SamplingParams, show
-from minikv.kv_cache.paged import BlockPool, FreeKVCacheBlockQueue
-from minikv.model.loader import load
-from minikv.scheduler import Scheduler
-from minikv.simulator import Simulation, StepTime
 from minikv.experiments import (
     FIG13_MODELS,
     FIG13_PAPER,
@@ -39,6 +35,10 @@ from minikv.experiments import (
     paper_run,
     paper_step_time,
 )
+from minikv.kv_cache.paged import BlockPool, FreeKVCacheBlockQueue
+from minikv.model.loader import load
+from minikv.scheduler import Scheduler
+from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
 from minikv.viz import MemoryRecorder, batch, gantt
 from minikv.viz.memory import enough_in_sum
