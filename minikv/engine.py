@@ -25,7 +25,8 @@ from minikv.model.packing import pack_linears
 from minikv.model.probe import adopt
 from minikv.model.runner import ModelRunner
 from minikv.request import Request, RequestOutput, SamplingParams, require_int, require_number
-from minikv.scheduler import BATCHING, Scheduler
+from minikv.scheduler import Scheduler
+from minikv.static_batching import BATCHING
 
 DEFAULT_BLOCK_SIZE = 16
 MANAGERS = {"paged": PagedKVCacheManager, "contiguous": ContiguousKVCacheManager}

@@ -60,6 +60,12 @@ class Metrics:
         self.steps: list[StepRecord] = []
         self.reports = []
 
+    def note_starts(self, admitted, start):
+        """admitted: the requests that left the queue in the step that began at `start`."""
+        for request in admitted:
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = start
+
     def token_times(self, request) -> list[float]:
         """When each output token was emitted: the end of its step."""
         return [self.steps[i].end for a, b in request.token_runs for i in range(a, b + 1)]

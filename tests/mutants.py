@@ -26,7 +26,8 @@ from typing import NamedTuple
 import test_fuzz
 from managers import MANAGERS
 
-from minikv.scheduler import Scheduler, StaticScheduler
+from minikv.scheduler import Scheduler
+from minikv.static_batching import StaticScheduler
 
 MAX_TRACES = 2_000
 LOOP_LIMIT = 50_000  # passes through the targets' loops in one trace; the longest needs 5,000

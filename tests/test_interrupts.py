@@ -10,7 +10,8 @@ from minikv.kv_cache.base import InvariantBroken
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.request import Request
-from minikv.scheduler import ScheduledRequest, Scheduler, StaticScheduler
+from minikv.scheduler import ScheduledRequest, Scheduler
+from minikv.static_batching import StaticScheduler
 
 
 def contiguous(num_blocks, block_size, reserve, fit="first"):

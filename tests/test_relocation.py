@@ -19,9 +19,10 @@ from minikv.kv_cache.base import BlockCopy, InvariantBroken, MemoryReport, cdiv
 from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
 from minikv.kv_cache.extents import FITS
 from minikv.request import Request
-from minikv.scheduler import ScheduledRequest, Scheduler, StaticScheduler
+from minikv.scheduler import ScheduledRequest, Scheduler
 from minikv.simulator import SimulatedRunner, Simulation, StepTime, VirtualClock
 from minikv.specs import find_gpu, find_model
+from minikv.static_batching import StaticScheduler
 
 
 def new(name, num_prompt_tokens=2, max_tokens=8):

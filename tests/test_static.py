@@ -14,7 +14,8 @@ from minikv.kv_cache.base import OutOfKVMemory
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.model.loader import load
 from minikv.request import Request, SamplingParams
-from minikv.scheduler import NOT_FINITE, StaticScheduler
+from minikv.scheduler import NOT_FINITE
+from minikv.static_batching import StaticScheduler
 
 PROMPTS, OUTPUTS = (5, 2, 9, 1), (3, 7, 2, 4)
 

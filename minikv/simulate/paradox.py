@@ -3,15 +3,10 @@
 import argparse
 from statistics import median
 
+from minikv.kv_cache.extents import FITS
 from minikv.request import require_int, require_number
 from minikv.simulate import SecondsProgress, run_command
-from minikv.simulator.experiments import (
-    FITS,
-    HOUR_S,
-    NUM_SLOTS,
-    paradox_run,
-    paradox_step_time,
-)
+from minikv.simulator.experiments import HOUR_S, NUM_SLOTS, paradox_run, paradox_step_time
 from minikv.simulator.refusals import with_much_free
 from minikv.workloads import shared_header, sharegpt
 

@@ -18,7 +18,6 @@ from minikv.workloads import alpaca, shared_header, sharegpt
 
 NUM_SLOTS = 15_700
 HOUR_S, WARMUP_S = 3_600.0, 600.0
-FITS = ("first", "best", "next", "worst", "buddy")
 
 
 def simulation_of(manager, step_time, *, report_every=0) -> Simulation:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import Rectangle
 
-from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
+from minikv.kv_cache.extents import FITS
 from minikv.request import require_int, require_number
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
@@ -29,8 +30,6 @@ SHORT = (LogNormal(280, 0.3, low=200, high=1000), LogNormal(110, 0.9, low=4, hig
 LONG = (Uniform(600, 1500), LogNormal(110, 0.9, low=4, high=500))
 MIN_SLOTS = 2 * MAX_MODEL_LEN  # every request fits alone, whatever is reserved and rounded
 MOMENTS = 200  # recorded while requests arrive
-FITS = ("first", "best", "next", "worst", "buddy")
-RESERVES = ("exact", "max", "pow2", "double", "grow")
 DPI = 100  # of the widget's picture
 KEY = (
     "solid: live, striped: reserved, dotted: never used, ruled: rounded up, white: free. "
@@ -58,7 +57,7 @@ class LabSettings:
         require_number("long_share", self.long_share, at_least=0, at_most=1)
         require_int("num_slots", self.num_slots, at_least=MIN_SLOTS)
         require_int("seed", self.seed, at_least=0)
-        for name, known in (("fit", FITS), ("reserve", RESERVES)):
+        for name, known in (("fit", FITS), ("reserve", RESERVE_POLICIES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}")
 
@@ -241,8 +240,10 @@ def fragmentation_lab(settings=None):
         "num_slots": w.IntSlider(
             s.num_slots, min=MIN_SLOTS, max=16384, step=256, description="slots in the pool", **late
         ),
-        "fit": w.Dropdown(options=FITS, value=s.fit, description="fit", **style),
-        "reserve": w.Dropdown(options=RESERVES, value=s.reserve, description="reserve", **style),
+        "fit": w.Dropdown(options=list(FITS), value=s.fit, description="fit", **style),
+        "reserve": w.Dropdown(
+            options=RESERVE_POLICIES, value=s.reserve, description="reserve", **style
+        ),
         "seed": w.IntSlider(s.seed, min=0, max=20, description="seed of the traffic", **late),
     }
     picture, image = LabPicture(), w.HTML()
