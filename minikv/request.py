@@ -222,7 +222,7 @@ class Request:
         if not runs:
             self.first_token_time = None
         if self.finish_reason is None:
-            self.finish_time = self.error = None
+            self.finish_time = None
 
     def append(self, token_id):
         if self.token_ids is not None:

@@ -241,7 +241,7 @@ class Scheduler:
         """Ends a request wherever it stands, and gives its blocks back. Returns all that ended:
         samples that wait for its prompt (an abort or an error came first) end with it. Nothing
         ends that has ended already, or was never added."""
-        if self.requests.get(request.request_id) is not request:
+        if not self.is_unfinished(request):
             return []
         ended = self._mark(request, reason, now)
         self.manager.free(request)
@@ -266,6 +266,10 @@ class Scheduler:
                 self.num_ended += 1
         request.children = []
 
+    def is_unfinished(self, request) -> bool:
+        """Whether it was added and has not ended."""
+        return self.requests.get(request.request_id) is request
+
     def abort(self, request, now=None):
         """Ends a request at any time, even before its first step; returns all that ended."""
         return self.finish(request, "abort", now)
@@ -286,6 +290,7 @@ class Scheduler:
                 self.num_preemptions += 1
             request.recount()
             reason = request.finish_reason or request.came_to_its_end
+            reason = "error" if request.error else reason
             if reason:
                 self._mark(request, reason, self._last_update)
                 self._forget(request)
