@@ -91,8 +91,9 @@ def summarize(requests, metrics) -> dict:
     """What was served, in the names of vLLM's benchmark JSON; times in ms, rates per second.
 
     Counts finished requests only (`completed`; `num_preemptions` is of all), over `duration`
-    seconds: the first arrival to the last step's end. For each of ttft, tpot, itl, e2el (end to end) and queue_time: mean, median and
-    percentiles. TPOT leaves out requests with a single output token.
+    seconds: the first arrival to the last step's end. For each of ttft, tpot, itl, e2el (end to
+    end) and queue_time: mean, median and percentiles. TPOT leaves out requests with a single output
+    token.
     `mean_num_seqs` and `utilization` (share of the pool's blocks in use) are means over the time
     that was spent in steps: idle time is left out.
     """
