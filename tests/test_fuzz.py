@@ -251,6 +251,8 @@ class Trace:
                 expect(r.finish_reason in ("abort", "error"), f"{r!r} ended: {r.finish_reason}")
                 expect(r.token_ids == want[: r.num_tokens], f"{r!r}: not the reference's start")
                 expect((r.error is None) == (r.finish_reason == "abort"), f"{r!r}: {r.error}")
+                names = {r.request_id, r.request_id.partition(".")[0]}  # its own, or its parent's
+                expect(r.error is None or names & self.bad, f"{r!r} ended without bad logits")
             in_steps = [i for first, last in r.token_runs for i in range(first, last + 1)]
             expect(len(in_steps) == r.num_output_tokens, f"{r!r}: tokens in steps {r.token_runs}")
             expect(in_steps == sorted(set(in_steps)), f"{r!r}: steps {r.token_runs} overlap")
