@@ -285,15 +285,16 @@ class Scheduler:
             self.manager.reset()
         self.running, self.waiting, self.admitted = [], deque(), []
         for request in list(self.requests.values()):
-            if request.num_computed_tokens:
-                request.num_preemptions += 1
-                self.num_preemptions += 1
+            was_computed = request.num_computed_tokens > 0
             request.recount()
             reason = request.finish_reason or request.came_to_its_end
             reason = "error" if request.error else reason
             if reason:
                 self._mark(request, reason, self._last_update)
                 self._forget(request)
+            elif was_computed:
+                request.num_preemptions += 1
+                self.num_preemptions += 1
         inside = {child for request in self.requests.values() for child in request.children}
         self.waiting.extend(r for r in self.requests.values() if r not in inside)
 
