@@ -481,8 +481,8 @@ class LLM:
         jobs = {}
         for job, sample in touched:
             request, got_token = sample.request, sample.read_new_tokens()
-            if sample.stopped and request.finish_reason is None:
-                self.scheduler.finish(request, "stop", self.core.clock.now())
+            if sample.end_reason and request.finish_reason is None:
+                self.scheduler.finish(request, sample.end_reason, self.core.clock.now())
             if got_token or request.finish_reason:
                 jobs[job.request_id] = job
         # Nothing is forgotten before its output is held: a step that is cut short loses none.

@@ -59,6 +59,13 @@ def random_model(family, seed):
         ),
         "Phi3": lambda: transformers.Phi3Config(**sizes, sliding_window=window),
         "Olmo2": lambda: transformers.Olmo2Config(**sizes),
+        "StableLm": lambda: transformers.StableLmConfig(**sizes),
+        "Nemotron": lambda: transformers.NemotronConfig(**sizes),
+        "Qwen2Moe": lambda: transformers.Qwen2MoeConfig(
+            **sizes, use_sliding_window=True, sliding_window=window, max_window_layers=1,
+            num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+        ),
         "GPT2": lambda: transformers.GPT2Config(
             vocab_size=VOCAB, n_embd=head_dim * num_heads, n_layer=num_layers, n_head=num_heads,
             n_positions=512, bos_token_id=1, eos_token_id=2,

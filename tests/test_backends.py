@@ -8,6 +8,7 @@ and 0 x NaN is NaN, so it gets 1e4 (the engine keeps its pool finite).
 import functools
 import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -290,3 +291,40 @@ def test_the_llm_tells_which_backend_runs(backend):
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
     module = BACKENDS[llm.attention_backend]
     assert llm.runner.last_step.attend.__module__ == module
+
+
+@pytest.mark.parametrize("backend", POISON)
+def test_layers_with_different_windows_share_one_step(backend):
+    """What a backend makes once for all layers is made for each window: the metadata is one."""
+    _, attend = choose_backend("cpu", torch.float32, backend)
+    for kind in range(len(KINDS)):
+        batch = Batch(kind, torch.float32, POISON[backend])
+        metadata = batch.metadata()
+        batch.metadata = lambda metadata=metadata: metadata
+        for batch.window in (5, None, 1, 40, 5):
+            assert max(batch.errors(attend)) < LIMITS[torch.float32], (batch.kind, batch.window)
+
+
+@pytest.mark.skipif("cpu" not in POISON, reason="no compiler")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="not Linux")
+def test_the_kernel_lets_torchs_threads_live():
+    """With fewer pieces of work than threads: gcc's runtime ends those that are left out, and the
+    next product starts them anew, 13 of 16 in each layer of each step."""
+    script = """if True:
+        import os, torch
+        torch.set_num_threads(8)
+        from minikv.model.backends import AttentionMetadata
+        from minikv.model.kernels import cpu
+        ints = lambda numbers: torch.tensor(numbers, dtype=torch.int32)
+        step = AttentionMetadata(ints([[0]]), ints([0, 1]), ints([5]), None, 1, 5)
+        query, pool = torch.randn(1, 9, 64), torch.randn(2, 4, 3, 16, 64)
+        x, weight, seen = torch.randn(64, 576), torch.randn(1536, 576), set()
+        for _ in range(20):
+            torch.nn.functional.linear(x, weight)
+            cpu.attend(query, pool, step, scaling=0.1)
+            seen |= set(os.listdir("/proc/self/task"))
+        print(len(seen))
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 40  # it was 111

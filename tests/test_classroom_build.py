@@ -1,15 +1,20 @@
 """The build: from text sources to notebooks and exercises, and `--check` on what was built."""
 
+import asyncio
 import json
 import os
 import re
+import sys
+import tempfile
+from pathlib import Path
 
 import nbformat
 import pytest
 from classroom_course import built_course, copy_course, edit
 
-from minikv.classroom import build, source
+from minikv.classroom import build, shown, source
 from minikv.classroom.build import build_chapter, check_course
+from minikv.classroom.contents import CourseContents
 from minikv.classroom.nbval_run import run_nbval
 from minikv.classroom.source import CourseError, read_source
 
@@ -55,7 +60,7 @@ def test_notebooks_are_executed_and_keep_no_trace_of_this_machine():
     assert cell(notebook, "block-size").outputs[0].text == "16\n"
     noisy = cell(notebook, "noisy")
     assert [o.output_type for o in noisy.outputs] == ["execute_result"]  # stderr is not stored
-    assert noisy.metadata == {}  # no time stamps
+    assert list(noisy.metadata) == ["slideshow"]  # no time stamps
     record = notebook.metadata.minikv
     assert record.chapter == "01_slots" and record.seconds > 0
     assert set(record.modules) == {"minikv.classroom", "minikv.classroom.arc"}
@@ -87,6 +92,97 @@ def test_cells_run_in_notebooks_with_static_figures_and_this_interpreter(tmp_pat
     assert {result["outcome"] for result in results.values()} == {"passed"}, results
 
 
+def test_a_pictures_words_are_compared_and_its_pixels_are_not(tmp_path):
+    text = (
+        "# %% picture\nimport time\nfrom minikv.viz import figure\n"
+        "card, ax = figure(alt='Two lines' if __name__ else '')\n"
+        "_ = ax.plot([0, time.time_ns() % 1000])\ncard\n"
+    )
+    write_source(tmp_path, text, "02_picture.py", "notebooks")
+    build_chapter(tmp_path, "02_picture")
+    path = tmp_path / "notebooks/02_picture.ipynb"
+    data = cell(read(path), "picture").outputs[0].data
+    assert 'alt="Two lines"' in data["text/html"] and "image/png" not in data
+    results = run_nbval(path, tmp_path, compare="all")
+    assert results["picture"]["outcome"] == "passed", results
+    path.write_text(path.read_text(encoding="utf-8").replace('alt=\\"Two', 'alt=\\"Three'))
+    results = run_nbval(path, tmp_path, compare="all")
+    assert results["picture"]["outcome"] == "failed", results
+
+
+def test_a_built_file_is_what_jupyterlab_would_write(tmp_path):
+    """Else opening a chapter changes its file, and an update of the course meets a conflict."""
+    from ipykernel.ipkernel import IPythonKernel
+
+    root = built_course()
+    for path in (root / "notebooks/01_slots.ipynb", root / "exercises/01_slots.ipynb"):
+        text = path.read_text(encoding="utf-8")
+        language = dict(IPythonKernel.language_info)
+        del language["version"]
+        assert json.loads(text)["metadata"]["language_info"] == language
+        json.loads(text, parse_float=lambda digits: 1 // (not digits.endswith(".0")))
+
+
+def test_the_contents_manager_hides_the_version_alone():
+    async def opened_and_saved(text):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "a.ipynb")
+            path.write_bytes(text)
+            manager = CourseContents(root_dir=folder)
+            model = await manager.get("a.ipynb", type="notebook")
+            info = dict(model["content"]["metadata"]["language_info"])
+            await manager.save(model, "a.ipynb")
+            return info, path.read_bytes()
+
+    ours = (built_course() / "notebooks/01_slots.ipynb").read_bytes()
+    info, saved = asyncio.run(opened_and_saved(ours))
+    assert info["version"] == sys.version.split()[0] and saved == ours
+    notebook = nbformat.v4.new_notebook(metadata={"language_info": {"name": "python"}})
+    other = nbformat.writes(notebook).encode() + b"\n"
+    info, saved = asyncio.run(opened_and_saved(other))
+    assert info == {"name": "python"} and json.loads(saved) == json.loads(other)
+
+
+def test_sections_are_slides_and_what_follows_code_is_one_below(tmp_path):
+    text = (
+        "# %% [markdown]\n# # One\n\n# %% [markdown]\n# more\n\n# %% a\nx = 1\n\n"
+        "# %% b\nx\n\n# %% [markdown]\n# ## Two\n\n# %% [markdown]\n# " + "long\n# " * 30
+    )
+    write_source(tmp_path, text, "02_talk.py", "notebooks")
+    cells = read_source(tmp_path / "notebooks/src/02_talk.py").cells
+    kinds = [cell.metadata["slideshow"]["slide_type"] for cell in cells]
+    assert kinds == ["slide", "-", "-", "subslide", "slide", "subslide"]
+    exercise = read(built_course() / "exercises/01_slots.ipynb")
+    assert not any("slideshow" in cell.metadata for cell in exercise.cells)
+
+
+@pytest.mark.parametrize(("code", "num_lost"), [
+    ("show(f)", 0),
+    ("show(f)\nprint(1)", 1),
+    ("x = 1\nshow(f);", 1),
+    ("for f in fs:\n    show(f)", 1),
+    ("def f():\n    beside(a, b, [])", 1),
+    ("if True:\n    card\nprint(2)", 1),
+    ("viz.memory_map(moment)\nprint(1)", 1),
+    ("card\n# the end", 0),
+    ("print(1)\n%timeit f\nllm.step()\ncard", 0),
+    ("def f():\n    'docs'\n    return show(g)\nf()", 0),
+    ("card, drawn = viz.memory_map(moment)", 0),
+])  # fmt: skip
+def test_what_a_cell_would_show_and_does_not_is_found(code, num_lost):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    assert len(shown.lost(notebook)) == num_lost
+
+
+def test_a_shown_source_that_stores_no_output_is_found():
+    cell = nbformat.v4.new_code_cell("show(f)")
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    assert len(shown.unseen(notebook)) == 1
+    data = {"text/html": "<pre>", "text/plain": ""}
+    cell.outputs = [nbformat.v4.new_output("execute_result", data=data)]
+    assert shown.unseen(notebook) == []
+
+
 def test_ids_are_titles_and_hashes_and_an_insertion_renames_nothing(tmp_path):
     root = built_course()
     path = root / "notebooks/src/01_slots.py"
@@ -101,7 +197,7 @@ def test_ids_are_titles_and_hashes_and_an_insertion_renames_nothing(tmp_path):
 
 def test_metadata_are_kept_nested_and_jupytexts_own_are_not(tmp_path):
     text = '# %% a jupyter={"source_hidden": true} tags=["x"]\n1\n\n\n\n# %% b\n2\n'
-    path = write_source(tmp_path, text, kind="notebooks")
+    path = write_source(tmp_path, text)
     first, second = read_source(path).cells
     assert first.metadata == {"jupyter": {"source_hidden": True}, "tags": ["x"]}
     assert second.metadata == {}

@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from minikv.model import detokenizer as module
 from minikv.model.detokenizer import IncrementalDetokenizer
 from minikv.model.loader import load
 from minikv.model.tiny import tiny_tokenizer
@@ -23,22 +24,30 @@ def smollm2_tokenizer():
     return load("smollm2", dtype="float32").tokenizer
 
 
-def stream(tokenizer, token_ids, stop=()):
+def stream(tokenizer, token_ids, stop=(), prompt=()):
     """(pieces, detokenizer) as the engine makes them: one token at a time."""
-    detokenizer, pieces = IncrementalDetokenizer(tokenizer, stop), []
+    detokenizer, pieces = IncrementalDetokenizer(tokenizer, stop, prompt), []
     for token_id in token_ids:
         if detokenizer.append([token_id]):
             break
         pieces.append(detokenizer.next_piece(final=False))
-    if not detokenizer.stopped:
-        detokenizer.finish()
+    detokenizer.finish()
     pieces.append(detokenizer.next_piece(final=True))
     return pieces, detokenizer
 
 
-def check_pieces(tokenizer, token_ids):
-    pieces, detokenizer = stream(tokenizer, token_ids)
-    expected = tokenizer.decode(token_ids, skip_special_tokens=True)
+def decode(tokenizer, token_ids):
+    """At once; no spaces are taken away before a full stop or comma."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def check_pieces(tokenizer, token_ids, prompt=()):
+    """The text is what the tokens add to the prompt's; of a character that begins in the prompt
+    they add all."""
+    pieces, detokenizer = stream(tokenizer, token_ids, prompt=prompt)
+    before, whole = decode(tokenizer, prompt), decode(tokenizer, [*prompt, *token_ids])
+    shared = max(n for n in range(len(before) + 1) if whole.startswith(before[:n]))
+    expected = whole[shared:]
     assert "".join(pieces) == detokenizer.text == expected
 
 
@@ -85,6 +94,127 @@ def test_pieces_of_a_tokenizer_whose_spaces_depend_on_the_neighbour():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     for token_ids in ([0, 1, 2, 3, 4], [3, 0, 0], [2, 2, 3], [4, 1]):
         check_pieces(tokenizer, token_ids)
+
+
+# -- random vocabularies ------------------------------------------------------------------------
+
+PIECES = st.lists(
+    st.text(st.sampled_from("ab.,'n▁ é日#\ufffd🎉"), min_size=1, max_size=3), min_size=4, max_size=8
+)
+BYTES = st.lists(st.binary(min_size=1, max_size=3), min_size=4, max_size=8)
+BYTE_OF = {byte: token for token, byte in TINY.get_vocab().items() if byte < 256}
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in (*"a🎉日\n".encode(), 0xFF)]
+
+
+def bpe(pieces, decoder):
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    if decoder is not None:
+        backend.decoder = decoder
+    return backend
+
+
+def unigram(pieces, decoder):
+    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    backend.decoder = decoder
+    return backend
+
+
+def word_piece(pieces, clean_up):
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = Tokenizer(models.WordPiece(vocab, unk_token=pieces[0]))
+    backend.decoder = decoders.WordPiece("##", clean_up)
+    return backend
+
+
+def llama_2():
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+
+
+def some_with(before, after):
+    """Some pieces with one of these before or after them; no two are the same."""
+    affixes = st.lists(st.booleans(), min_size=8, max_size=8)
+    return st.builds(
+        lambda pieces, with_affix: unique(
+            before + piece + after if affixed else piece
+            for piece, affixed in zip(pieces, with_affix, strict=False)
+        ),
+        PIECES, affixes,
+    )  # fmt: skip
+
+
+def unique(pieces):
+    return list(dict.fromkeys(pieces))
+
+
+BACKENDS = {
+    "BPE, bytes": st.builds(
+        lambda texts: bpe(
+            unique("".join(BYTE_OF[byte] for byte in text) for text in texts), decoders.ByteLevel()
+        ),
+        BYTES,
+    ),
+    "BPE, suffix": st.builds(
+        lambda pieces: bpe(pieces, decoders.BPEDecoder("</w>")), some_with("", "</w>")
+    ),
+    "BPE, plain": st.builds(lambda pieces: bpe(unique(pieces), None), PIECES),
+    "BPE, Llama 2": st.builds(lambda pieces: bpe(unique(pieces + BYTE_TOKENS), llama_2()), PIECES),
+    "Unigram": st.builds(
+        lambda pieces, scheme: unigram(unique(pieces), decoders.Metaspace(prepend_scheme=scheme)),
+        PIECES, st.sampled_from(["always", "first", "never"]),
+    ),
+    "Unigram, bytes": st.builds(
+        lambda pieces: unigram(
+            unique(pieces + BYTE_TOKENS),
+            decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+        ),
+        PIECES,
+    ),
+    "WordPiece": st.builds(word_piece, some_with("##", ""), st.booleans()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tail", [1, module.TAIL])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_pieces_of_any_tokens_of_any_vocabulary_are_their_text(kind, tail, monkeypatch):
+    """Special and other added tokens among them, and ids that only the model knows."""
+    monkeypatch.setattr(module, "TAIL", tail)
+
+    @settings(SETTINGS, max_examples=120)
+    @given(st.data(), BACKENDS[kind], st.booleans())
+    def check(data, backend, clean_up):
+        backend.add_tokens([AddedToken("[x y]", special=False), AddedToken("▁.", special=False)])
+        backend.add_special_tokens(["<s>", "</s>"])
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            eos_token="</s>",
+            clean_up_tokenization_spaces=clean_up,
+            clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
+        )
+        ids = st.lists(st.integers(0, backend.get_vocab_size()), max_size=14)
+        check_pieces(tokenizer, data.draw(ids), data.draw(st.just([]) | ids))
+
+    check()
+
+
+def test_spaces_are_not_cleaned_up():
+    backend = unigram(["<unk>", "▁", ".", "▁x"], decoders.Metaspace())
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", clean_up_tokenization_spaces=True
+    )
+    pieces, _ = stream(tokenizer, [1, 1, 2, 3])
+    assert "".join(pieces) == " . x"
+
+
+def test_a_run_of_bytes_is_shown_as_it_ends_but_searched_as_it_comes():
+    """`\\n` is a byte in Llama 2's vocabulary: a stop string of it must not cost a token more."""
+    backend = bpe(["a", *BYTE_TOKENS], llama_2())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    newline, no_utf8 = tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xFF>"])
+    assert stream(tokenizer, [0, newline, 0])[0] == ["a", "", "\na", ""]
+    assert stream(tokenizer, [0, newline, no_utf8, 0])[0] == ["a", "", "", "\ufffd\ufffda", ""]
+    pieces, detokenizer = stream(tokenizer, [0, newline, 0], ["\n"])
+    assert (pieces, detokenizer.stopped) == (["a", ""], True)
 
 
 def test_a_character_comes_when_it_is_whole():

@@ -2,6 +2,7 @@
 
 import types
 
+import psutil
 import pytest
 import torch
 
@@ -95,3 +96,49 @@ def test_the_share_reaches_the_pool(monkeypatch):
     assert LLM(tiny, gpu_memory_utilization=0.37, block_size=8).manager.num_blocks == 5
     assert LLM(tiny, max_num_seqs=1, max_model_len=40).manager.num_blocks == 3
     assert seen == [("cpu", 8, 0.37), ("cpu", 16, 0.9)]
+
+
+# -- a CPU's pool takes memory as it is used ---------------------------------------------------
+
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_zeros_are_zeros_that_can_be_written(dtype):
+    dtype = getattr(torch, dtype)
+    made = memory.zeros((2, 3, 5, 7, 64), device="cpu", dtype=dtype)
+    assert made.shape == (2, 3, 5, 7, 64) and made.dtype == dtype and made.is_contiguous()
+    assert made.data_ptr() % 64 == 0  # a line of the CPU's cache
+    assert not made.any()
+    made[1, 2] = 3
+    made[:, [0, 2]] = made[:, [2, 1]]
+    assert made.unique().tolist() == [0, 3] and made[1, 0].eq(3).all()
+    part = made[1, 0, 0]
+    del made  # the pages live as long as anything that looks at them
+    assert part.eq(3).all()
+
+
+def test_a_pool_takes_memory_as_it_is_written():
+    loaded = load("tiny", dtype="float32")
+    num_blocks = 2 * GIB // (16 * loaded.spec.kv_bytes_per_token)
+    before = resident()
+    llm = LLM(loaded, num_gpu_blocks_override=num_blocks)
+    llm.generate([[1, 2, 3], [4] * 40], use_tqdm=False)
+    assert resident() - before < GIB // 4
+    assert sum(pool.nbytes for pool in llm.runner.pools) > 1.9 * GIB
+    # The bound above can be broken: what is written is resident.
+    before, pool = resident(), llm.runner.pools[0]
+    pool[0, : num_blocks // 4] = 1
+    assert resident() - before > pool.nbytes // 10
+    assert not pool[0, num_blocks // 4 :].any() and not llm.runner.pools[-1][1, -1].any()
+
+
+def test_what_is_not_even_promised_is_refused(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(memory.mmap, "mmap", refuse)
+    with pytest.raises(OutOfKVMemory, match=r"no 4,096 bytes .*Cannot allocate memory"):
+        memory.zeros((2, 512), device="cpu", dtype=torch.float32)

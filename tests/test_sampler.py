@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from minikv.model import sampler as module
 from minikv.model.sampler import sample, uniform
 from minikv.request import Request, SamplingParams
 
@@ -66,6 +67,24 @@ def test_one_choice_or_no_heat_equals_greedy(params):
     assert sample(logits, requests) == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("params", [
+    {"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-300, "top_k": 1}, {"top_k": 3, "top_p": 1e-9},
+])  # fmt: skip
+def test_one_choice_among_equals_is_the_greedy_one(params, dtype):
+    """Logits of few different values, in a vocabulary as large as a real one."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 9, (40, 5000), generator=generator).to(dtype)
+    requests = [request(seed, **{"temperature": 1.0} | params) for seed in range(40)]
+    assert sample(logits, requests) == sample(logits, [request()] * 40)
+
+
+def test_of_equals_at_the_edge_of_top_k_the_first_are_kept():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 1.0
+    assert set(np.nonzero(draw(logits, 500, temperature=5.0, top_k=4))[0]) == {0, 1, 2, 7}
+
+
 CHI_SQUARE_999 = {  # 99.9% quantiles by degrees of freedom (any table)
     3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 9: 27.88, 19: 43.82,
 }  # fmt: skip
@@ -119,6 +138,16 @@ def test_half_precision_logits_are_sampled_in_full(dtype):
     logits = logits_of().to(dtype)
     counts = draw(logits, 500, temperature=1.0)
     assert counts.tolist() == draw(logits.float(), 500, temperature=1.0).tolist()
+
+
+def test_differences_of_half_precision_logits_are_not_rounded(monkeypatch):
+    """128 - 0.75 is 127.5 or 128 in bfloat16: at this temperature that moves the edge between the
+    two tokens by 1e-3 or more. The number drawn lies between the right edge and the wrong ones."""
+    logits = torch.tensor([[128.0, 0.75]]).bfloat16()
+    right = 1 / (1 + np.exp(-127.25 / 100))
+    for u, token in ((right - 2e-4, 0), (right + 2e-4, 1)):
+        monkeypatch.setattr(module, "uniform", lambda request, u=u: u)
+        assert sample(logits, [request(temperature=100.0)]) == [token]
 
 
 # -- rows do not touch each other ---------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Figures: they draw what the manager holds, read in greyscale, and leave no trace."""
 
+import base64
+import html
 import itertools
 import os
 import re
@@ -10,10 +12,9 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-import minikv.viz.widgets as widgets
 from minikv.engine import LLM
 from minikv.request import SamplingParams
-from minikv.viz import house, pool, style
+from minikv.viz import house, players, pool, style
 from minikv.viz.first_light import QUESTIONS, first_light
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,9 +173,11 @@ def test_every_figure_has_alt_text_and_a_light_background(run):
     ]
     for card in cards:
         assert "slots" in card.alt
-        data, metadata = card._repr_mimebundle_()
-        assert data["image/png"].startswith(b"\x89PNG") and data["text/plain"] == card.alt
-        assert metadata["image/png"]["alt"] == card.alt
+        data = card._repr_mimebundle_()
+        assert set(data) == {"text/html", "text/plain"} and data["text/plain"] == card.alt
+        src = re.search(r'<img [^>]*src="data:image/png;base64,([^"]*)"', data["text/html"])[1]
+        assert base64.b64decode(src).startswith(b"\x89PNG")
+        assert f'alt="{html.escape(card.alt)}"' in data["text/html"]
         assert matplotlib.colors.to_hex(card.get_facecolor()) == style.CARD.lower()
 
 
@@ -193,32 +196,46 @@ def test_figures_need_neither_torch_nor_pyplot():
     assert done.stdout.strip() == "set()", done.stdout + done.stderr
 
 
-# --- widgets -----------------------------------------------------------------------------------
+def test_a_projector_gets_larger_text_in_a_picture_of_the_same_size(run, monkeypatch):
+    def drawn():
+        card, _ = pool.pool_map(run[0][0])
+        [legend] = card.legends
+        zoom = card.shown_size()[0] / style.PAGE_DPI / card.get_figwidth()
+        wide = legend.get_window_extent(card.canvas.get_renderer()).width / card.bbox.width
+        return card.shown_size(), zoom * card.axes[0].title.get_fontsize(), wide
+
+    usual = drawn()
+    monkeypatch.setenv("MINIKV_PROJECTOR", "1")
+    large = drawn()
+    assert large[0] == usual[0] and large[1] == pytest.approx(1.25 * usual[1])
+    assert usual[2] <= 1 and large[2] <= 1  # no legend sticks out
+    monkeypatch.setenv("MINIKV_PROJECTOR", "0")
+    assert drawn() == usual
 
 
-def test_without_a_kernel_a_player_is_a_figure(run):
-    assert isinstance(widgets.pool_player(run[0]), style.Card)
+def test_a_label_is_cut_to_its_cell():
+    assert style.fitted("plants", 1.0) == "plants"
+    assert style.fitted("photosynthesis", 0.4) == "phot…"
+    assert style.fitted("W", 0.01) == "W"  # never nothing
+
+
+# --- the player --------------------------------------------------------------------------------
+
+
+def test_the_player_names_the_steps_of_its_snapshots(run):
+    of = players.pool_player(run[0][2:])
+    assert of.labels == [f"after step {snap.step}" for snap in run[0][2:]]
+    for (label, card), snap in zip(of.frames, run[0][2:], strict=True):
+        assert card.alt.startswith(f"{label.capitalize()}:") and str(snap.step) in label
+    assert isinstance(of.picture, style.Card)
 
 
 def test_minikv_static_wins_over_a_live_kernel(run, monkeypatch):
     monkeypatch.setattr("IPython.get_ipython", lambda: type("Shell", (), {"kernel": object()}))
     monkeypatch.setitem(os.environ, "MINIKV_STATIC", "1")
     assert not style.is_live()
-    assert isinstance(widgets.pool_player(run[0]), style.Card)
-    assert "text/html" not in pool.pool_map(run[0][0])[0]._repr_mimebundle_()[0]
     monkeypatch.delitem(os.environ, "MINIKV_STATIC")
     assert style.is_live()
-
-
-def test_the_player_shows_the_step_of_its_slider(run, monkeypatch):
-    monkeypatch.setattr(widgets, "is_live", lambda: True)
-    snapshots = run[0]
-    box = widgets.pool_player(snapshots)
-    (play, slider), image = box.children[0].children, box.children[1]
-    assert (slider.min, slider.max, play.max) == (1, len(snapshots), len(snapshots))
-    for index in (0, 2, len(snapshots) - 1):
-        slider.value = index + 1
-        assert f"After step {snapshots[index].step}:" in re.search('alt="(.*?)"', image.value)[1]
 
 
 # --- the house, and the map in chapter 00 ------------------------------------------------------

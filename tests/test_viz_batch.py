@@ -197,7 +197,8 @@ def test_the_explorer_follows_its_sliders_and_falls_back_to_a_figure(monkeypatch
     assert isinstance(batch.batch_explorer(draw, step=(5, 1, 5), length=(7, 1, 7)), style.Card)
     pytest.importorskip("ipywidgets")
     monkeypatch.setattr(batch, "is_live", lambda: True)
-    controls, image = batch.batch_explorer(draw, step=(5, 1, 5), length=(7, 1, 7)).children
+    live = batch.batch_explorer(draw, step=(5, 1, 5), length=(7, 1, 7))
+    controls, image = live.widget.children
     step, length = controls.children
     before = image.value
     assert (step.min, step.max, step.value, length.value) == (1, 5, 5, 7)

@@ -1,6 +1,8 @@
 """Memory over time: what is recorded is what the manager holds, what is drawn is what was recorded,
 and it reads in greyscale."""
 
+import dataclasses
+import html
 import itertools
 import re
 
@@ -16,7 +18,7 @@ from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.simulator.refusals import RefusalRecorder
 from minikv.specs import find_gpu, find_model
-from minikv.viz import fragmentation, lab, maps, memory, owners, pool, strips, style, widgets
+from minikv.viz import fragmentation, lab, maps, memory, owners, players, pool, strips, style
 
 STATES = {"": "live", "'": "reserved", "_": "internal", "~": "rounding"}
 
@@ -544,39 +546,36 @@ def test_the_histogram_counts_pieces_and_their_slots():
 # --- animation and widget ----------------------------------------------------------------------
 
 
-def test_the_player_walks_through_the_recording(monkeypatch):
-    monkeypatch.setattr(widgets, "is_live", lambda: True)
-    box = widgets.memory_player(recording(*ROWS), count=4)
-    (play, slider), image = box.children[0].children, box.children[1]
-    assert (slider.min, slider.max, play.max) == (1, 4, 4)
-    for index, free in enumerate((1, 1, 2, 2)):
-        slider.value = index + 1
-        assert f" {free} are free" in re.search('alt="(.*?)"', image.value)[1]
+def test_the_player_walks_through_the_recording_and_names_the_seconds():
+    of = players.memory_player(recording(*ROWS), count=4)
+    assert of.labels == ["0.0 s", "1.0 s", "2.0 s", "3.0 s"]
+    for (label, card), free in zip(of.frames, (1, 1, 2, 2), strict=True):
+        assert f"at {label}" in card.alt and f" {free} are free" in card.alt
+    late = recording(*ROWS).between(1, 3)
+    assert players.memory_player(late, count=3).labels == ["1.0 s", "2.0 s", "3.0 s"]
 
 
-def test_two_recordings_are_played_at_the_same_time(monkeypatch):
-    monkeypatch.setattr(widgets, "is_live", lambda: True)
+def test_two_recordings_are_played_at_the_same_time():
     late = memory.Recording((hand("z z z z", time_s=2.0), hand(". . . .", time_s=3.0)))
-    box = widgets.memory_player([("first", recording(*ROWS)), ("late", late)], count=4)
-    slider, image = box.children[0].children[1], box.children[1]
-    slider.value = 4
-    alt = re.search('alt="(.*?)"', image.value)[1]
+    of = players.memory_player([("first", recording(*ROWS)), ("late", late)], count=4)
+    alt = of.frames[-1][1].alt
     assert (
         "first: The pool of 4 slots at 3.0 s" in alt and "late: The pool of 4 slots at 3.0" in alt
     )
 
 
-def test_without_a_kernel_the_player_shows_four_moments():
-    card = widgets.memory_player(recording(*ROWS))
-    assert isinstance(card, style.Card)
+def test_where_scripts_do_not_run_the_player_shows_four_moments():
+    card = players.memory_player(recording(*ROWS), count=2).picture
     labels = [label.get_text() for label in card.axes[0].get_yticklabels()]
     assert labels == ["0.0 s", "1.0 s", "2.0 s", "3.0 s"]
     late = memory.Recording((hand("z z z z", time_s=1.5), hand(". . . .", time_s=3.0)))
-    card = widgets.memory_player([("first", recording(*ROWS)), ("late", late)])
+    card = players.memory_player([("first", recording(*ROWS)), ("late", late)], count=2).picture
     labels = [label.get_text() for label in card.axes[0].get_yticklabels()]
     assert labels[-4:] == ["first 2.0 s", "late 1.5 s", "first 3.0 s", "late 3.0 s"]
+    with pytest.raises(ValueError, match="count 1: it must be at least 2"):
+        players.memory_player(recording(*ROWS), count=1)
     with pytest.raises(ValueError, match="'empty' holds no moment"):
-        widgets.memory_player([("empty", memory.Recording(()))])
+        players.memory_player([("empty", memory.Recording(()))])
 
 
 @pytest.fixture(scope="module")
@@ -605,7 +604,7 @@ def test_the_lab_counts_what_was_recorded(broken):
 @pytest.mark.parametrize("fit", FITS)
 def test_every_knob_of_the_lab_runs(fit, reserve):
     result = lab.lab_run(lab.LabSettings(fit=fit, reserve=reserve, rate=8.0))
-    assert result.recording.moments[-1].num_slots == 6000
+    assert result.recording.moments[-1].num_slots == 6144
     for refusal in result.recording.refusals:  # the recorder's need is what the manager asked for
         assert refusal.largest_free_slots < refusal.waiting[0].needed_slots
 
@@ -638,19 +637,60 @@ def test_a_picture_that_is_drawn_again_is_like_a_new_one(broken):
     assert fresh.png() == pictures[1]
 
 
-def test_the_labs_sliders_run_it_anew(broken, monkeypatch):
+def test_the_labs_sliders_run_it_anew_and_keep_the_run_before(broken, monkeypatch):
     monkeypatch.setattr(lab, "is_live", lambda: True)
-    box = lab.fragmentation_lab()
-    controls, image = box.children[0].children, box.children[1]
+    live = lab.fragmentation_lab()
 
     def alt():
-        return re.search('alt="(.*?)"', image.value)[1].replace("&#x27;", "'")
+        return html.unescape(re.search('alt="(.*?)"', live.image.value)[1])
 
-    assert alt() == lab.lab_figure(broken)[0].alt
-    rate, *_ = controls[0].children
-    rate.value = 2.0
+    first = lab.lab_figure(broken)[0].alt
+    assert alt() == first
+    live.controls["rate"].value = 2.0
     expected = lab.lab_figure(lab.lab_run(lab.LabSettings(rate=2.0)))[0].alt
-    assert alt() == expected != lab.lab_figure(broken)[0].alt
+    assert alt().startswith(expected + " The run before, 5 requests/s") and first in alt()
+    assert expected != first
+
+
+def test_every_control_of_the_lab_takes_arrow_keys_and_starts_on_its_own_grid(monkeypatch):
+    import ipywidgets
+
+    monkeypatch.setattr(lab, "is_live", lambda: True)
+    controls = lab.fragmentation_lab().controls
+    assert set(controls) == {field.name for field in dataclasses.fields(lab.LabSettings)}
+    for name, control in controls.items():
+        if isinstance(control, ipywidgets.SelectionSlider):  # a dropdown leaves arrows to the page
+            assert control.value in control.options
+        else:
+            assert isinstance(control, ipywidgets.IntSlider | ipywidgets.FloatSlider)
+            steps = (control.value - control.min) / control.step
+            assert abs(steps - round(steps)) < 1e-9, name
+
+
+def test_what_a_notebook_keeps_of_the_lab_says_what_to_run(monkeypatch):
+    monkeypatch.setattr(lab, "is_live", lambda: True)
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data))
+    live = lab.fragmentation_lab()
+    live._ipython_display_()
+    widget, line = shown
+    assert "application/vnd.jupyter.widget-view+json" in widget
+    assert "<img " in widget["text/html"] and widget["text/plain"].startswith("300 requests")
+    assert "Run All Above Selected Cell" in line["text/html"]
+
+
+def test_seconds_come_back_after_minutes(broken):
+    slow = lab.lab_run(lab.LabSettings(rate=0.5))
+    assert slow.recording.moments[-1].time_s > 600
+    picture = lab.LabPicture()
+    texts = []
+    for result in (broken, slow, broken):
+        picture.draw(result)
+        picture.png()
+        axis = picture.strip_axes.xaxis
+        texts.append((axis.get_label_text()[:7], [t.get_text() for t in axis.get_ticklabels()]))
+    assert texts[0] == texts[2] and texts[0][0] == "seconds" and texts[1][0] == "minutes"
+    assert len(texts[0][1]) >= 4
 
 
 def test_without_a_kernel_the_lab_is_a_figure(broken):

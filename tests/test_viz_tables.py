@@ -9,7 +9,7 @@ from minikv.request import Request
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
-from minikv.viz import board, pool, style, tables, widgets
+from minikv.viz import board, pool, style, tables
 
 LABELS = {name: tuple(f"{name}{i}" for i in range(30)) for name in ("a", "$b")}
 
@@ -132,18 +132,13 @@ def test_the_board_refuses_a_token_that_has_no_slot():
         board.translation(snap, "a", LABELS["a"][:5], 4)
 
 
-def test_the_player_shows_every_token_live_and_the_last_one_otherwise(monkeypatch):
+def test_the_player_shows_every_token_by_its_position():
     core = scattered(num_steps=6)
     snap, labels = pool.snapshot(core), known(core)
-    card = board.translation_player(snap, "a", labels["a"])
-    assert "Token 7 of 'a'" in card.alt and snap.num_live["a"] == 8
-    monkeypatch.setattr(board, "is_live", lambda: True)
-    widget = board.translation_player(snap, "a", labels["a"])
-    slider, image = widget.children[0].children[1], widget.children[1]
-    assert (slider.min, slider.max) == (1, 8) and "Token 0 of" in image.value
-    slider.value = 3
-    assert "Token 2 of" in image.value
-    assert widgets.step_player is board.step_player
+    of = board.translation_player(snap, "a", labels["a"])
+    assert snap.num_live["a"] == 8 and of.labels == [f"token {i}" for i in range(8)]
+    assert all(card.alt.startswith(f"{label.capitalize()} of") for label, card in of.frames)
+    assert "Token 7 of 'a'" in of.picture.alt
 
 
 def test_the_figures_read_in_greyscale_and_leave_no_trace(tmp_path):

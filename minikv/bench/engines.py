@@ -1,8 +1,9 @@
 """The engines side by side, each behind one method: `run(workload) -> Run`.
 
-All get token ids and give token ids, run greedily in the same dtype on the same number of
-threads, and never stop before the length asked for. Each has a model of its own, loaded and, where
-that is its way, rearranged before anything is timed.
+All get token ids and give token ids, run greedily in the same dtype with the same number of threads
+(ours on fewer where that is faster: see `minikv.model.threads`), and never stop before the length
+asked for. Each has a model of its own, loaded and, where that is its way, rearranged before
+anything is timed.
 """
 
 import contextlib
@@ -56,6 +57,10 @@ class Minikv:
     @property
     def attention_backend(self):
         return self.llm.attention_backend
+
+    @property
+    def threads(self):
+        return self.llm.runner.threads.describe()
 
     def run(self, workload):
         llm, first_step = self.llm, len(self.llm.metrics.steps)

@@ -23,7 +23,7 @@ def redraw(rounds) -> list[dict]:
     """Rows {"settings", "simulate_ms", "draw_ms", "encode_ms", "total_ms", "total_ms_range",
     "cpu_ms"}: medians over the rounds, of one picture that is drawn again and again, as the widget
     does it. cpu_ms: of this process alone, which a busy machine changes less."""
-    picture = LabPicture()
+    picture = LabPicture(compare=True)
     _redraw(picture, SETTINGS[0])  # fonts are loaded, caches filled
     rows = []
     for settings in SETTINGS:

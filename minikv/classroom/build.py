@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from minikv.classroom import arc, prose
+from minikv.classroom import arc, prose, shown
 from minikv.classroom.source import (
     CourseError,
     chapter_names,
@@ -65,7 +65,8 @@ def _executed(root, kind, name, notebook, force):
         "source_hash": source_hash(notebook),
         "outputs_hash": outputs_hash(notebook),
         "modules": module_hashes(root, modules),
-        "seconds": seconds,
+        # JupyterLab would write 9.0 as 9, and so change the file.
+        "seconds": int(seconds) if seconds == int(seconds) else seconds,
     }
     return notebook
 
@@ -141,7 +142,7 @@ def check_notebook(root, kind, name):
     except CourseError as error:
         return str(error).splitlines()
     problems = [*_differences(expected, stored), *_outputs(stored), *_sizes(stored)]
-    problems += _names(stored, name)
+    problems += _names(stored, name) + _displayed(stored)
     if kind == "notebooks":
         problems += _chapter_sizes(stored) + prose.unsupported_numbers(stored)
     record = stored.metadata.get("minikv", {})
@@ -212,6 +213,13 @@ def _names(stored, name):
         return arc.violations(arc.code_of(stored), int(number))
     except SyntaxError as error:
         return [f"its code cells are not valid Python: {error}"]
+
+
+def _displayed(stored):
+    try:
+        return shown.lost(stored) + shown.unseen(stored)
+    except SyntaxError:  # _names says so
+        return []
 
 
 def _chapter_sizes(stored):

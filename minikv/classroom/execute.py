@@ -43,8 +43,6 @@ def package_root(root):
 def kernel_environment(root, scratch):
     """The kernel's environment: static figures, this package, no one's private start-up files."""
     env = dict(os.environ, MINIKV_STATIC="1", IPYTHONDIR=str(scratch))
-    # A waiting thread should sleep: where others compute too, spinning made this 10 times slower.
-    env.setdefault("OMP_WAIT_POLICY", "passive")
     paths = [str(package_root(root)), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     env.pop("MPLBACKEND", None)  # the kernel's own default draws into the notebook

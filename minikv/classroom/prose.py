@@ -49,7 +49,8 @@ NUMBERED = re.compile(rf"(?:\b(?:{THING})|§)[ #]*(?:[\d.]+(?:,? (?:and|or|to) |
 PRODUCT_BEFORE = re.compile(rf"\b(?:{PRODUCT})(?:[-\d][-\w.]*)? (?:[\d.]+ )?$", re.I)
 YEAR_BEFORE = re.compile(r"(?:\(|\bin |et al\.,? )$")
 CITED_BEFORE = re.compile(r"[A-Z]\w*,? $")
-MARKUP = re.compile(r"<style.*?</style>|<[^>]*>", re.S)
+PICTURE = re.compile(r"<img |<iframe ")
+MARKUP = re.compile(r"<(style|script).*?</\1>|<[^>]*>", re.S)
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -137,8 +138,8 @@ def _printed_numbers(notebook):
         for output in cell.get("outputs", []):
             texts += [output.get("text", ""), output.get("evalue", "")]
             data = output.get("data", {})
-            if "image/png" not in data:  # beside a picture stands only its size in pixels
-                texts.append(data.get("text/plain", ""))
+            if not PICTURE.search(data.get("text/html", "")) and "image/png" not in data:
+                texts.append(data.get("text/plain", ""))  # beside a picture stands its alt text
             texts.append(data.get("text/markdown", ""))
             texts.append(MARKUP.sub(" ", data.get("text/html", "")))
     text = ANSI.sub("", "\n".join(texts))

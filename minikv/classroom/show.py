@@ -2,13 +2,16 @@
 
 import html
 import inspect
+import re
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1]
-# Colours inline, text and background both: a dark theme must not mix in its own.
-STYLE = "background:#f8f8f8;color:#24292f;padding:0.5em 1em;overflow-x:auto;font-size:90%"
+# Text and background both, inline, on each element that JupyterLab gives colours of its own (pre,
+# code, tr, th, td): a dark theme must not mix one of its own with one of ours.
+COLOURS = "background:#f8f8f8;color:#24292f"
+STYLE = f"{COLOURS};padding:0.5em 1em;overflow-x:auto;font-size:90%"
 
 
 class Source:
@@ -26,7 +29,8 @@ class Source:
         from pygments.formatters import HtmlFormatter
         from pygments.lexers import CppLexer, PythonLexer
 
-        formatter = HtmlFormatter(noclasses=True, cssstyles=STYLE, wrapcode=True)
+        pre = f"{COLOURS};margin:0;line-height:125%"
+        formatter = HtmlFormatter(noclasses=True, cssstyles=STYLE, prestyles=pre)
         lexer = CppLexer() if self.where.endswith(".cpp") else PythonLexer()
         return highlight(repr(self), lexer, formatter)
 
@@ -98,18 +102,26 @@ class Beside:
         return "\n".join(texts)
 
     def _repr_html_(self):
-        cell = "vertical-align:top;text-align:left;padding:0.4em 0.8em;border-top:1px solid #d0d7de"
-        code = "margin:0;background:transparent;color:#24292f;white-space:pre-wrap"
-        rows = [
-            "<tr>" + "".join(f'<th style="{cell}">{html.escape(n)}</th>' for n in ("", *self.names))
-        ]
+        cell = f"{COLOURS};vertical-align:top;text-align:left;padding:0.3em 0.8em"
+        rule = "border-top:1px solid #d0d7de"
+        # Lines break at blanks alone. JupyterLab would break them anywhere.
+        code = f"{COLOURS};margin:0;white-space:pre-wrap;word-break:normal;overflow-wrap:normal"
+
+        def row(*cells):
+            return f'<tr style="{COLOURS}">{"".join(cells)}</tr>'
+
+        rows = [row(*(f'<th style="{cell}">{html.escape(name)}</th>' for name in self.names))]
         for what, *texts in self.pairs:
-            shown = [f'<td style="{cell}">{html.escape(what)}</td>'] + [
-                f'<td style="{cell}"><pre style="{code}">{html.escape(text)}</pre></td>'
-                for text in texts
-            ]
-            rows.append("<tr>" + "".join(shown))
-        return f'<table style="{STYLE};border-collapse:collapse">{"".join(rows)}</table>'
+            rows.append(row(f'<td colspan="2" style="{cell};{rule}">{html.escape(what)}</td>'))
+            shown = (f'<pre style="{code}">{_unbroken(html.escape(text))}</pre>' for text in texts)
+            rows.append(row(*(f'<td style="{cell};width:50%">{text}</td>' for text in shown)))
+        table = f"{COLOURS};border-collapse:collapse;table-layout:fixed;width:100%;margin:0"
+        return f'<div style="{STYLE}"><table style="{table}">{"".join(rows)}</table></div>'
+
+
+def _unbroken(text):
+    """Browsers break a line at a hyphen, too: not in "-inf"."""
+    return re.sub(r"\S*-\S+", r'<span style="white-space:nowrap">\g<0></span>', text)
 
 
 def beside(left, right, rows):

@@ -46,6 +46,8 @@ from pathlib import Path
 
 import nbformat
 
+from minikv.classroom.slides import set_slides
+
 CELL_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ROLE_ID = re.compile(r"(ex|check|written)-(\d+)-(\d+)(-[A-Za-z0-9_-]+)?")
 ROLES = {"ex": "answer", "check": "check", "written": "written"}
@@ -58,11 +60,14 @@ NBGRADER_KEYS = {
 JUPYTEXT_KEYS = ("title", "lines_to_next_cell", "lines_to_end_of_cell_marker", "cell_depth")
 NOTEBOOK_METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-    # Without a version: another Python's would change every file.
+    # What ipykernel says, and JupyterLab therefore writes; but without the version, since another
+    # Python's would change every file (classroom/contents.py).
     "language_info": {
-        "name": "python",
+        "codemirror_mode": {"name": "ipython", "version": 3},
         "file_extension": ".py",
         "mimetype": "text/x-python",
+        "name": "python",
+        "nbconvert_exporter": "python",
         "pygments_lexer": "ipython3",
     },
 }
@@ -150,6 +155,8 @@ def read_source(path):
     problems += _duplicates(notebook, path) + _exercise_problems(notebook, path)
     if problems:
         raise CourseError("\n".join(problems))
+    if path.parent.parent.name == "notebooks":
+        set_slides(notebook)
     for cell in notebook.cells:
         for key in JUPYTEXT_KEYS:
             cell.metadata.pop(key, None)

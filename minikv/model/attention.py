@@ -15,6 +15,7 @@ it takes the same. Reading in place, no order is faster than another by more tha
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +23,11 @@ from transformers import AttentionInterface
 
 from minikv.model.backends import AttentionMetadata
 from minikv.model.kernels.gather import query_groups
+from minikv.model.memory import zeros
 
 IMPLEMENTATION = "minikv"
+# For models that drop the keyword `step` on its way (StableLM, Nemotron); one for each thread.
+CURRENT_STEP = ContextVar("the step that runs", default=None)
 
 
 class UnsupportedModel(ValueError):
@@ -33,7 +37,7 @@ class UnsupportedModel(ValueError):
 @dataclass
 class StepContext:
     """What every layer needs to know of one step. It travels through the model as the keyword
-    `step`; nothing about it is global.
+    `step`, or around it as CURRENT_STEP.
 
     pools: one tensor per layer, see the module's docstring.
     write_rows: [2 * T * kv_heads], the row of `pool.view(-1, head_dim)` for the K of each new
@@ -78,6 +82,9 @@ def attention(
     """transformers' attention interface. query: [1, num_query_heads, T, head_dim]; key and value:
     [1, num_kv_heads, T, head_dim], already rotated. Returns ([1, T, num_query_heads, head_dim],
     None). Raises UnsupportedModel for anything that it would not compute exactly."""
+    step = CURRENT_STEP.get() if step is None else step
+    if sliding_window is None:  # Qwen2-MoE's layers have one, but leave it to their mask
+        sliding_window = getattr(module, "sliding_window", None)
     layer = _require_supported(module, query, key, value, attention_mask, is_causal, step, keywords)
     pool = step.pools[layer]
     step.layers_seen.append((layer, sliding_window))
@@ -100,10 +107,7 @@ def _require_supported(module, query, key, value, attention_mask, is_causal, ste
     name = type(module).__name__
     layer = getattr(module, "layer_idx", None)
     if step is None:
-        raise UnsupportedModel(
-            f"{name} was called without this engine's step: the model drops unknown keywords, or "
-            "it was called outside the LLM that it now belongs to"
-        )
+        raise UnsupportedModel(f"{name} was called outside the LLM that it now belongs to")
     unknown = sorted(
         keyword
         for keyword, value in keywords.items()
@@ -113,6 +117,13 @@ def _require_supported(module, query, key, value, attention_mask, is_causal, ste
         raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to its attention")
     if attention_mask is not None or not (is_causal or is_causal is None):
         raise UnsupportedModel(f"{name} brings an attention mask of its own")
+    if getattr(module, "is_causal", None) is False:
+        raise UnsupportedModel(f"{name} attends to later tokens too: its is_causal is False")
+    if getattr(module, "attn_temperature_tuning", None) and not getattr(module, "use_rope", True):
+        raise UnsupportedModel(
+            f"{name} scales its queries by their place in the step instead of their position "
+            "(attn_temperature_tuning in a layer without rotary embedding)"
+        )
     if not isinstance(layer, int) or not 0 <= layer < len(step.pools):
         raise UnsupportedModel(f"{name} says that it is layer {layer!r} of {len(step.pools)}")
     pool = step.pools[layer]
@@ -138,9 +149,9 @@ def _require_supported(module, query, key, value, attention_mask, is_causal, ste
 
 def new_pools(spec, num_blocks, block_size, *, device, dtype) -> list[torch.Tensor]:
     """The pool, zeroed: one tensor per layer. Stale NaN would survive a mask (0 x NaN is NaN), so
-    unwritten memory must hold numbers."""
+    unwritten memory must hold numbers. On a CPU it takes memory as it is written."""
     shape = (2, num_blocks + 1, spec.num_kv_heads, block_size, spec.head_dim)
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+    return [zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

@@ -42,6 +42,9 @@ def _apply_chat_template(messages, tokenizer, model_name):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateError as error:
         raise ValueError(f"{model_name}'s chat template refuses these messages: {error}") from error
+    except Exception as error:  # a template is a program: TypeError, RecursionError, ...
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{model_name}'s chat template fails on these messages: {what}") from error
     # The template has written the special tokens already.
     return text, _encode(text, tokenizer, add_special_tokens=False)
 
@@ -66,11 +69,16 @@ def is_one_prompt(prompts) -> bool:
     return isinstance(first, dict) or hasattr(first, "__index__")
 
 
-def eos_token_ids(model, tokenizer):
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if eos is None and tokenizer is not None:
-        eos = tokenizer.eos_token_id
-    return set(eos) if isinstance(eos, list | tuple) else {eos} - {None}
+def eos_token_ids(model, tokenizer) -> set[int]:
+    """Tokens that end an answer by any of three: generation_config, config and the tokenizer. A
+    model tuned for chat often names the end of a turn in only one of them."""
+    config = getattr(model, "config", None)
+    text_config = config and config.get_text_config(decoder=True)
+    eos = set()
+    for names in (getattr(model, "generation_config", None), config, text_config, tokenizer):
+        ids = getattr(names, "eos_token_id", None)
+        eos |= set(ids) if isinstance(ids, list | tuple) else {ids}
+    return eos - {None}
 
 
 def sample_ids_of(request_id, n) -> list[str]:
@@ -82,32 +90,51 @@ class Sample:
     """One sample of a job: its request and the text of what it has sampled so far."""
 
     def __init__(self, request, tokenizer, stop):
+        prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
         self.request = request
-        self.detokenizer = IncrementalDetokenizer(tokenizer, stop) if tokenizer else None
+        self.detokenizer = None
+        if tokenizer is not None:
+            self.detokenizer = IncrementalDetokenizer(tokenizer, stop, prompt_token_ids)
         self._num_read = 0  # output tokens that are in the text
+        self._is_reading = False  # still true at the next call: this one was cut short
 
     @property
-    def stopped(self):
-        return self.detokenizer is not None and self.detokenizer.stopped
+    def end_reason(self) -> str | None:
+        """Why its text ends the request: `stop` (a stop string), `error` (no text can be made)."""
+        if self.request.error:
+            return "error"
+        return "stop" if self.detokenizer and self.detokenizer.stopped else None
 
     @property
     def text(self):
         return self.detokenizer.text if self.detokenizer else ""
 
     def read_new_tokens(self) -> bool:
-        """Takes in what was sampled since the last call; whether there was anything."""
+        """Takes in what was sampled since the last call; whether there was anything. A tokenizer
+        that fails is the end of this request only."""
         request = self.request
+        if self._is_reading and self.detokenizer:
+            self.detokenizer.restart()
+            self._num_read = 0
+        self._is_reading = True
         new = request.token_ids[request.num_prompt_tokens + self._num_read :]
         self._num_read += len(new)
-        if self.detokenizer is None:
-            return bool(new)
-        ended_by_token = bool(new) and new[-1] in request.stop_token_ids
-        self.detokenizer.append(new[:-1] if ended_by_token else new)
-        if self.stopped and request.finish_reason == "length":
-            request.finish_reason = "stop"  # both in one step: the text says why it ends here
-        if request.finish_reason is not None and not self.stopped:
-            self.detokenizer.finish()
+        if self.detokenizer:
+            try:
+                self._read(new)
+            except Exception as error:
+                request.error = f"its text cannot be made ({type(error).__name__}: {error})"
+        # It ended in the same step: the text says why.
+        if request.finish_reason == "length" or (request.finish_reason and request.error):
+            request.finish_reason = self.end_reason or request.finish_reason
+        self._is_reading = False
         return bool(new)
+
+    def _read(self, new):
+        ended_by_token = bool(new) and new[-1] in self.request.stop_token_ids
+        self.detokenizer.append(new[:-1] if ended_by_token else new)
+        if self.request.finish_reason is not None:
+            self.detokenizer.finish()
 
 
 class Job:

@@ -11,6 +11,7 @@ Three kinds of name:
 
 import contextlib
 import difflib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -134,7 +135,25 @@ def _load_folder(folder, dtype):
         try:
             return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
         except Exception as error:
-            raise ValueError(f"its {' or '.join(files)}: {_first_line(error)}") from error
+            reason = _why_no_sentencepiece(folder, files) or _first_line(error)
+            raise ValueError(f"its {' or '.join(files)}: {reason}") from error
+
+
+def _why_no_sentencepiece(folder, files) -> str | None:
+    """transformers takes a file that it cannot read for tiktoken's, and asks for that package.
+    (A SentencePiece model is a protocol buffer whose first field has number 1; tiktoken's is
+    text.)"""
+    if "tokenizer.json" in files or importlib.util.find_spec("sentencepiece"):
+        return None
+    for name in {"tokenizer.model", "spiece.model"}.intersection(files):
+        with open(folder / name, "rb") as file:
+            if file.read(1) == b"\n":
+                return (
+                    f"{name} is a SentencePiece model, and the package that reads those is not "
+                    "installed. Put the same model's tokenizer.json beside it (most have one on "
+                    "the hub), or install the package: pip install sentencepiece"
+                )
+    return None
 
 
 def _load_model(source, dtype, **options):

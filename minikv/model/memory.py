@@ -1,4 +1,8 @@
-"""How many blocks the pool may have: what a device's memory holds beside all else."""
+"""How many blocks the pool may have: what a device's memory holds beside all else. And how a CPU's
+pool is made, so that it takes memory only as blocks are written."""
+
+import math
+import mmap
 
 import psutil
 import torch
@@ -59,3 +63,24 @@ def require_memory(device, spec, num_blocks, block_size) -> None:
             f"a pool of {num_blocks:,} blocks of {block_size:,} tokens takes {wanted:,} bytes, "
             f"but {device} has {num_bytes:,}"
         )
+
+
+def zeros(shape, *, device, dtype) -> torch.Tensor:
+    """What torch.zeros gives; on a CPU it is promised by the operating system, and a page becomes
+    memory when it is first written. (torch.zeros writes all of it at once.) It begins at a page.
+
+    Raises OutOfKVMemory where so much is not even promised.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    private = (
+        {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    )
+    try:
+        pages = mmap.mmap(-1, num_bytes, **private)
+    except (OSError, ValueError, OverflowError) as error:
+        raise OutOfKVMemory(
+            f"no {num_bytes:,} bytes for one layer's keys and values: {error}"
+        ) from error
+    return torch.frombuffer(pages, dtype=dtype).view(shape)  # which keeps the pages alive

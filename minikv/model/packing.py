@@ -9,6 +9,8 @@ are, only their linears are swapped.
 import torch
 from torch import nn
 
+from minikv.model.threads import while_loading
+
 MAX_ROWS = 512  # to tune and to test for: more rows take longer to try and change nothing
 
 
@@ -27,6 +29,7 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
+@while_loading()
 def pack_linears(model, num_rows: int) -> int:
     """Swaps every plain bf16 nn.Linear on the CPU for a PackedLinear; returns how many.
 

@@ -11,9 +11,10 @@ import operator
 import torch
 
 from minikv.kv_cache.base import InvariantBroken
-from minikv.model.attention import StepContext, new_pools
+from minikv.model.attention import CURRENT_STEP, StepContext, new_pools
 from minikv.model.backends import AttentionMetadata, Scratch, choose_backend, writer_of
 from minikv.model.sampler import sample
+from minikv.model.threads import new_threads
 
 
 class ModelRunner:
@@ -39,6 +40,7 @@ class ModelRunner:
         self.num_kv_heads = spec.num_kv_heads
         self._heads = torch.arange(self.num_kv_heads)
         self._scratch = Scratch()
+        self.threads = new_threads(self.device)
         self.last_step = None  # its StepContext, for the probe and for figures
 
     @torch.inference_mode()
@@ -50,7 +52,9 @@ class ModelRunner:
         # Requests with one new token go first: gather attention takes them all as one group.
         order = sorted(range(len(scheduled)), key=lambda i: scheduled[i].num_new_tokens > 1)
         packed = [scheduled[i] for i in order]
-        sampled = sample(self.forward(packed), [entry.request for entry in packed])
+        num_tokens = sum(entry.num_new_tokens for entry in packed)
+        with self.threads.step(num_tokens):
+            sampled = sample(self.forward(packed), [entry.request for entry in packed])
         tokens = [None] * len(scheduled)
         for i, entry, token in zip(order, packed, sampled, strict=True):
             tokens[i] = token
@@ -81,13 +85,17 @@ class ModelRunner:
             attend=self.attend,
             write_kv=self.write_kv,
         )
-        out = self.model(
-            input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=positions[None].to(self.device),
-            use_cache=False,
-            step=step,
-            logits_to_keep=torch.tensor(starts[1:], device=self.device) - 1,
-        )
+        before = CURRENT_STEP.set(step)
+        try:
+            out = self.model(
+                input_ids=torch.tensor([token_ids], device=self.device),
+                position_ids=positions[None].to(self.device),
+                use_cache=False,
+                step=step,
+                logits_to_keep=torch.tensor(starts[1:], device=self.device) - 1,
+            )
+        finally:
+            CURRENT_STEP.reset(before)
         return out.logits[0]
 
     def _table(self, request, end):

@@ -11,6 +11,7 @@ from minikv.viz.house import lines_of_minikv
 from minikv.viz.lab import LabSettings, fragmentation_lab, lab_figure, lab_run
 from minikv.viz.maps import memory_map, memory_maps
 from minikv.viz.memory import MemoryRecorder, moment, moment_of
+from minikv.viz.players import memory_player, pool_player
 from minikv.viz.pool import (
     PoolSnapshot,
     Slots,
@@ -20,11 +21,10 @@ from minikv.viz.pool import (
     snapshot,
     token_map,
 )
-from minikv.viz.softmax import online_softmax, softmax_states
+from minikv.viz.softmax import online_softmax, softmax_at, softmax_player, softmax_states
 from minikv.viz.strips import memory_strip, memory_strips
 from minikv.viz.style import Card, figure
 from minikv.viz.tables import block_table_map, labels_of, translate
-from minikv.viz.widgets import memory_player, pool_player
 
 __all__ = [
     "Card",
@@ -56,6 +56,8 @@ __all__ = [
     "pool_over_steps",
     "pool_player",
     "snapshot",
+    "softmax_at",
+    "softmax_player",
     "softmax_states",
     "token_map",
     "translate",

@@ -22,6 +22,7 @@ from minikv.viz.style import (
     WHITE,
     colour,
     figure,
+    fitted,
     ink_on,
     is_live,
     look,
@@ -123,7 +124,7 @@ def batch_memory(snap, rows, *, slots_per_line=None, title="The pool, as it lies
     states, owners = _states(snap, rows, cells)
     drawn = Drawn(tuple(cells), tuple(states))
     plan = _Plan(rows, cells, len(states), per_line)
-    card, ax = figure(10, plan.height + 0.55, alt=_alt(snap, rows, drawn))
+    card, ax = figure(8.8, plan.height + 0.55, alt=_alt(snap, rows, drawn))
     colours = {name: colour(i) for i, name in enumerate(rows)}
     with look():
         _draw_memory(ax, plan, drawn, owners, colours, size)
@@ -249,9 +250,9 @@ def _draw_memory(ax, plan, drawn, owners, colours, block_size):
             if drawn.states[slots[0]] == OTHER:
                 middle = x0 + w * (slots[0] + slots[-1] + 1 - 2 * first) / 2
                 options = {"ha": "center", "va": "center", "color": ink_on(OTHER_FACE)}
-                ax.text(middle, y + h / 2, name, fontsize=7, **options)
+                ax.text(middle, y + h / 2, name, fontsize=8, **options)
         label = f"slot {first}"
-        ax.text(x0 - 0.06, y + h / 2, label, ha="right", va="center", fontsize=7, color=MUTED)
+        ax.text(x0 - 0.06, y + h / 2, label, ha="right", va="center", fontsize=8, color=MUTED)
     for cell in drawn.cells:
         line, place = divmod(cell.slot, plan.per_line)
         x, y = x0 + w * place, plan.line_y[line]
@@ -273,12 +274,12 @@ def _draw_rows(ax, plan, rows, colours):
             ax.add_patch(patch)
             _label(ax, x + w / 2, y + h / 2, label, kind, colours[name], w)
             where = "–" if position is None else str(position)
-            small = {"fontsize": 6.5, "color": MUTED, "ha": "center", "va": "bottom"}
+            small = {"fontsize": 8, "color": MUTED, "ha": "center", "va": "bottom"}
             ax.text(x + w / 2, y - 0.025, where, **small)
         outline = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.1}
         ax.add_patch(Rectangle((plan.left, y), w * len(row.labels), h, **outline))
         text = f"row {name}, with positions"
-        ax.text(plan.left, y - 0.15, text, fontsize=7.5, va="bottom")
+        ax.text(plan.left, y - 0.15, text, fontsize=8, va="bottom")
 
 
 def _draw_link(ax, plan, cell, of):
@@ -305,12 +306,13 @@ def _legend(card, drawn, colours):
 
 
 def _label(ax, x, y, text, kind, of, width):
-    ems = sum(0.83 if c in "<>…mMwW" or c.isupper() else 0.61 for c in text)
-    size = min(7.5, 72 * width / (ems + 0.35))
+    inches = width * ax.figure.get_figwidth() / 10  # a unit of the plan's is a tenth of the figure
+    shown = fitted(text, inches - 0.02)
+    shown = "pad" if kind == PAD and shown != text else shown
     face = WHITE if kind == PAD else tint(of, 0.42)
     halo = [withStroke(linewidth=2.2, foreground=WHITE)] if kind == PAD else []
     options = {"ha": "center", "va": "center", "parse_math": False, "path_effects": halo}
-    ax.text(x, y, text, fontsize=size, color=INK if kind == PAD else ink_on(face), **options)
+    ax.text(x, y, shown, fontsize=8, color=INK if kind == PAD else ink_on(face), **options)
 
 
 def _gid(part, cell):
@@ -392,15 +394,19 @@ def batch_explorer(draw, **ranges):
         return draw(**start)[0]
     import ipywidgets
 
+    from minikv.viz.widgets import Computing
+
     sliders = {
         name: ipywidgets.IntSlider(value=first, min=low, max=high, description=name)
         for name, (first, low, high) in ranges.items()
     }
-    image = ipywidgets.HTML(hoverable(*draw(**start)))
+    card, drawn = draw(**start)
+    image = ipywidgets.HTML(hoverable(card, drawn))
 
     def show(_):
         image.value = hoverable(*draw(**{name: s.value for name, s in sliders.items()}))
 
     for slider in sliders.values():
         slider.observe(show, names="value")
-    return ipywidgets.VBox([ipywidgets.HBox(list(sliders.values())), image])
+    box = ipywidgets.HBox(list(sliders.values()), layout={"flex_flow": "row wrap"})
+    return Computing(ipywidgets.VBox([box, image]), card)

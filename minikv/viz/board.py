@@ -5,8 +5,9 @@ Drawn from a PoolSnapshot's table and nothing else.
 
 from matplotlib.patches import Patch
 
+from minikv.viz.player import play
 from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
-from minikv.viz.style import INK, MUTED, WHITE, colour, figure, ink_on, is_live, look, tint
+from minikv.viz.style import INK, MUTED, WHITE, colour, figure, ink_on, look, tint
 from minikv.viz.tables import (
     LIVE_TINT,
     OTHER,
@@ -22,7 +23,6 @@ from minikv.viz.tables import (
     unwritten,
     write,
 )
-from minikv.viz.widgets import step_player
 
 LEFT, TABLE_X = 0.62, 1.05
 MEMORY_WIDTH = 5.1
@@ -55,7 +55,7 @@ def translation(snap, request_id, labels, position, *, title=None):
             f"position {p} = {b} × {size} + {o},    block table[{b}] = {block_id},    "
             f"slot = {block_id} × {size} + {o} = {slot}"
         )
-        write(ax, 2.2, 1.3, sums, INK, ha="left", fontsize=9, fontweight="bold")
+        write(ax, 0.7, 1.3, sums, INK, ha="left", fontsize=9, fontweight="bold")
         heading = title or f"Token {p} of {request_id}"
         card.suptitle(heading, x=0.012, ha="left", fontsize=10, weight="bold", parse_math=False)
         frame(ax, height)
@@ -74,16 +74,17 @@ def translation(snap, request_id, labels, position, *, title=None):
 
 
 def translation_player(snap, request_id, labels, *, milliseconds=700):
-    """The board for one token after the other, in a live notebook; else that of the last one with
-    keys and values, which shows the slots of all."""
+    """A Player of the board, one picture per token, named by its position. Its picture: the board
+    of the last token with keys and values, which shows the slots of all."""
     count = min(len(labels), snap.num_live[request_id])
-    if not is_live():
-        return translation(snap, request_id, labels, count - 1)[0]
-
-    def draw(position):
-        return translation(snap, request_id, labels, position)[0]
-
-    return step_player(range(count), draw, milliseconds=milliseconds)
+    return play(
+        range(count),
+        lambda position: translation(snap, request_id, labels, position)[0],
+        lambda position: f"token {position}",
+        name=f"The translation board of {request_id}, token by token",
+        picture=translation(snap, request_id, labels, count - 1)[0],
+        milliseconds=milliseconds,
+    )
 
 
 def _slots_per_line(snap):
@@ -97,19 +98,16 @@ def _draw_tokens(ax, snap, request_id, labels, found, of):
     num_slots = len(snap.tables[request_id]) * size
     count = max(len(labels), num_slots)
     width = min(0.58, (WIDTH - LEFT - 0.1) / count)
-    small = 7.5 if width > 0.3 else 6
     for y, text in ((0.1, "position"), (0.36, request_id), (0.62, "slot")):
         bold = {"fontweight": "bold", "color": INK} if text == request_id else {"color": MUTED}
-        ax.text(
-            LEFT - 0.1, y, text, ha="right", va="center", fontsize=7.5, parse_math=False, **bold
-        )
+        ax.text(LEFT - 0.1, y, text, ha="right", va="center", fontsize=8, parse_math=False, **bold)
     for p in range(count):
         x, here = LEFT + width * p, p == found.position
         most = snap.max_live[request_id]
         state = LIVE if p < live else RESERVED if p < most else INTERNAL
         state = state if p < num_slots else None
         ink, weight = (INK, "bold") if here else (MUTED, "normal")
-        write(ax, x + width / 2, 0.1, p, ink, fontsize=small, fontweight=weight)
+        write(ax, x + width / 2, 0.1, p, ink, fontweight=weight)
         cell(ax, x, 0.23, width, state, of)
         if p < len(labels):
             token(ax, x + width / 2, 0.23 + ROW / 2, labels[p], state, of, width)
@@ -118,11 +116,11 @@ def _draw_tokens(ax, snap, request_id, labels, found, of):
                 outline(ax, x + 0.02, 0.25, width - 0.04, ROW - 0.04, **edge)
         if p <= found.position:
             slot = translate(snap, request_id, p).slot
-            write(ax, x + width / 2, 0.62, slot, ink, fontsize=small, fontweight=weight)
+            write(ax, x + width / 2, 0.62, slot, ink, fontweight=weight)
     for block in range(num_slots // size):
         x = LEFT + width * size * block
         outline(ax, x, 0.23, width * size)
-        write(ax, x + width * size / 2, 0.83, f"logical block {block}", MUTED, fontsize=6.5)
+        write(ax, x + width * size / 2, 0.83, f"logical block {block}", MUTED)
     x = LEFT + width * found.position
     outline(ax, x, 0.23, width, linewidth=2.2)
     return x + width / 2
@@ -138,7 +136,7 @@ def _draw_table(ax, table, found, of):
         weight = "bold" if here else "normal"
         ink = ink_on(face) if here else INK
         write(ax, TABLE_X + 0.24, y + ROW / 2, block_id, ink, fontsize=9, fontweight=weight)
-        write(ax, TABLE_X - 0.13, y + ROW / 2, row, MUTED, fontsize=7.5, fontweight=weight)
+        write(ax, TABLE_X - 0.13, y + ROW / 2, row, MUTED, fontweight=weight)
     y = TOP + 0.29 * found.logical_block + ROW / 2
     return (TABLE_X - 0.24, y), (TABLE_X + 0.48, y)
 
@@ -149,7 +147,7 @@ def _draw_memory(ax, snap, request_id, found, of, per_line):
     width, x0 = MEMORY_WIDTH / per_line, WIDTH - MEMORY_WIDTH - 0.08
     for first in range(0, len(slots.states), per_line):
         y = TOP + (ROW + LINE_GAP) * (first // per_line)
-        write(ax, x0 - 0.06, y + ROW / 2, f"slot {first}", MUTED, ha="right", fontsize=7)
+        write(ax, x0 - 0.06, y + ROW / 2, f"slot {first}", MUTED, ha="right")
         for start in range(first, min(first + per_line, len(slots.states)), size):
             x = x0 + width * (start - first)
             for slot in range(start, start + size):
@@ -160,7 +158,7 @@ def _draw_memory(ax, snap, request_id, found, of, per_line):
                     outline(ax, at, y, width, facecolor=OTHER_FACE, linewidth=0)
             here = start // size == found.block_id
             outline(ax, x, y, width * size, linewidth=1.8 if here else 0.8)
-            write(ax, x + width * size / 2, y - 0.06, start // size, MUTED, fontsize=6)
+            write(ax, x + width * size / 2, y - 0.06, start // size, MUTED)
     line, place = divmod(found.slot, per_line)
     x, y = x0 + width * place, TOP + (ROW + LINE_GAP) * line
     outline(ax, x, y, width, facecolor=INK)

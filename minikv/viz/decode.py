@@ -6,8 +6,20 @@ from typing import NamedTuple
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from matplotlib.ticker import LogLocator, NullLocator
 
-from minikv.viz.style import CARD, INK, MUTED, RULE, WHITE, colour, figure, ink_on, look, tint
-from minikv.viz.widgets import is_live, step_player
+from minikv.viz.player import play
+from minikv.viz.style import (
+    CARD,
+    INK,
+    MUTED,
+    RULE,
+    WHITE,
+    colour,
+    figure,
+    fitted,
+    ink_on,
+    look,
+    tint,
+)
 
 PROMPT, OLD, NEW, EMPTY = "prompt", "decoded", "new", "empty"
 PROMPT_FACE, OLD_FACE, NEW_FACE = tint(colour(0), 0.22), colour(0), colour(1)
@@ -94,7 +106,7 @@ def cache_steps(tokens, num_prompt_tokens, capacity) -> list[CacheStep]:
 
 def cache_at(step):
     """The slab after one forward pass. Returns (figure, the state of every slot)."""
-    card, ax = figure(10, 1.75, alt=_cache_alt(step))
+    card, ax = figure(8.8, 1.75, alt=_cache_alt(step))
     with look():
         _draw_slab(ax, step)
         card.legend(handles=_slab_handles(), loc="outside lower center", ncols=4)
@@ -107,7 +119,7 @@ def cache_filling(steps, *, count=4):
     count = min(count, len(steps))
     chosen = [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
     alt = " ".join(map(_cache_alt, chosen))
-    card, axes = figure(10, 0.6 + 1.0 * count, rows=count, squeeze=False, alt=alt)
+    card, axes = figure(8.8, 0.6 + 1.0 * count, rows=count, squeeze=False, alt=alt)
     with look():
         for ax, step in zip(axes.flat, chosen, strict=True):
             _draw_slab(ax, step)
@@ -116,10 +128,15 @@ def cache_filling(steps, *, count=4):
 
 
 def cache_player(steps):
-    """A slider and a play button over `cache_at`; without a live kernel, `cache_filling`."""
-    if not is_live():
-        return cache_filling(steps)[0]
-    return step_player(steps, lambda step: cache_at(step)[0], milliseconds=900)
+    """A Player of `cache_at`, one picture per forward pass. Its picture: `cache_filling`."""
+    return play(
+        steps,
+        lambda step: cache_at(step)[0],
+        lambda step: f"forward {step.step}",
+        name="The cache, forward by forward",
+        picture=cache_filling(steps)[0],
+        milliseconds=900,
+    )
 
 
 def _cache_alt(step):
@@ -132,25 +149,33 @@ def _cache_alt(step):
 
 
 def _draw_slab(ax, step):
+    inch = 8.4 / (step.capacity + 2.1)  # of a slot
     for slot, state in enumerate(step.states):
         ax.add_patch(Rectangle((slot, 0), 1, 1, edgecolor=RULE, linewidth=0.8, **FILLS[state]))
         if slot < len(step.tokens):
             face = FILLS[state]["facecolor"]
             box = {"boxstyle": "round,pad=0.12", "facecolor": face, "edgecolor": "none"}
             options = {"bbox": box} if state == NEW else {}
-            _text(ax, slot + 0.5, 0.5, _short(step.tokens[slot]), color=ink_on(face), **options)
+            _text(
+                ax,
+                slot + 0.5,
+                0.5,
+                _short(step.tokens[slot], inch - 0.02),
+                color=ink_on(face),
+                **options,
+            )
     ax.add_patch(Rectangle((0, 0), step.capacity, 1, facecolor="none", edgecolor=INK))
     x = step.capacity + 0.55
     outline = {"facecolor": CARD, "edgecolor": INK, "linestyle": (0, (3, 2)), "linewidth": 1}
     ax.add_patch(Rectangle((x, 0), 1.25, 1, **outline))
-    _text(ax, x + 0.62, 0.5, _short(step.sampled), color=INK)
-    ax.text(x + 0.62, 1.4, "sampled", ha="center", fontsize=7, color=MUTED)
+    _text(ax, x + 0.62, 0.5, _short(step.sampled, 1.25 * inch), color=INK)
+    ax.text(x + 0.62, 1.4, "sampled", ha="center", fontsize=8, color=MUTED)
     ax.set(xlim=(-0.1, step.capacity + 2), ylim=(1.55, -0.1), xticks=[], yticks=[])
     what = "the prompt" if step.step == 1 else "one token"
     ax.set_title(f"forward {step.step}: {what} in, one token out", fontsize=9)
     ax.spines[:].set_visible(False)
     for slot in range(step.capacity):
-        ax.text(slot + 0.5, 1.4, str(slot), ha="center", fontsize=6.5, color=MUTED)
+        ax.text(slot + 0.5, 1.4, str(slot), ha="center", fontsize=8, color=MUTED)
 
 
 def _slab_handles():
@@ -164,12 +189,11 @@ def _slab_handles():
 
 
 def _text(ax, x, y, text, **options):
-    size = 7.5 if len(text) <= 6 else 6.2
-    ax.text(x, y, text, ha="center", va="center", fontsize=size, parse_math=False, **options)
+    ax.text(x, y, text, ha="center", va="center", fontsize=8, parse_math=False, **options)
 
 
-def _short(token):
-    return token.replace("\n", "↵").strip(" ") or "␣"
+def _short(token, inches):
+    return fitted(token.replace("\n", "↵").strip(" ") or "␣", inches)
 
 
 # --- what is computed, what is read ------------------------------------------------------------
@@ -314,7 +338,7 @@ def life_cycle(steps):
         for (title, *_), r in zip(steps, data, strict=True)
     )
     alt = f"Stages of a step with num_tokens/num_computed_tokens/slots written after each. {alt}"
-    card, axes = figure(10, 0.5 + 1.95 * len(steps), rows=len(steps), squeeze=False, alt=alt)
+    card, axes = figure(8.8, 0.5 + 1.95 * len(steps), rows=len(steps), squeeze=False, alt=alt)
     with look():
         for ax, (title, *_), row in zip(axes.flat, steps, data, strict=True):
             _draw_cycle(ax, title, row)
@@ -329,7 +353,7 @@ def _draw_cycle(ax, title, row):
         box = {"boxstyle": "round,pad=0.02,rounding_size=0.08", "edgecolor": INK, "facecolor": face}
         ax.add_patch(FancyBboxPatch((x, 0), width, 1, **box))
         ax.text(x + width / 2, 0.3, stage, ha="center", va="center", fontweight="bold")
-        ax.text(x + width / 2, 0.68, text, ha="center", va="center", fontsize=7)
+        ax.text(x + width / 2, 0.68, text, ha="center", va="center", fontsize=8)
         arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
         start, end = x + width + 0.06, x + gap - 0.08
         ax.annotate("", xy=(end, 0.5), xytext=(start, 0.5), arrowprops=arrow)

@@ -114,7 +114,7 @@ def free_extent_histogram(recording, *, needed=None, title="The free pieces by t
                 text = f"{height:.1f}" if height < 9.95 else f"{height:.0f}"
                 text = "<0.1" if height < 0.05 else text
                 if height > 0:
-                    ax.text(bar.get_x() + 0.43, height, text, ha="center", va="bottom", fontsize=7)
+                    ax.text(bar.get_x() + 0.43, height, text, ha="center", va="bottom", fontsize=8)
             ax.set_ylabel(label)
             ax.margins(y=0.16)
         names = [_bucket(low, "–") for low in buckets]

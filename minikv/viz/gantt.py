@@ -111,7 +111,7 @@ def gantt(runs, num_lanes=None):
     alt = " ".join(_gantt_alt(title, run) for title, run in data.items())
     heights = [0.34 * len(run.lanes) + 0.75 for run in data.values()]
     options = {"height_ratios": heights, "squeeze": False, "sharex": True}
-    card, axes = figure(9, 0.55 + sum(heights), rows=len(data), alt=alt, **options)
+    card, axes = figure(8.8, 0.55 + sum(heights), rows=len(data), alt=alt, **options)
     with look():
         for ax, (title, run) in zip(axes.flat, data.items(), strict=True):
             _draw_lanes(ax, run, colours)
@@ -159,7 +159,7 @@ def _draw_bar(ax, x, y, name, entries, of):
     box = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.9}
     ax.add_patch(Rectangle((x, y + 0.08), len(entries), 0.84, **box))
     own = sum(e.kind != FINISHED for e in entries)
-    options = {"ha": "center", "va": "center", "fontsize": 7.5, "fontweight": "bold"}
+    options = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": "bold"}
     prompts = sum(e.kind == PROMPT for e in entries)
     middle = x + prompts + (own - prompts) / 2 if own > prompts else x + 0.5
     ink = ink_on(_look(DECODE if own > prompts else PROMPT, of)["facecolor"])

@@ -25,7 +25,7 @@ from minikv.viz.tables import (
     write,
 )
 
-PER_LINE = 24  # slots of the pool in a line, about
+PER_LINE = 16  # slots of the pool in a line, about
 LEFT, LINE_GAP, BETWEEN, ROW_GAP = 0.95, 0.24, 0.75, 0.2  # inches
 STRAIGHT = 0.16  # inches above the first copy from which all arrows are upright
 EDGE = {"edgecolor": INK, "linewidth": 0.6}
@@ -141,7 +141,7 @@ def _draw_pool(ax, snap, labels, colours, corner, width):
 def _number(ax, x, y, text):
     """Over the arrows, which would make it unreadable."""
     halo = [withStroke(linewidth=3, foreground=CARD)]
-    write(ax, x, y - 0.07, text, MUTED, fontsize=6, zorder=4, path_effects=halo)
+    write(ax, x, y - 0.07, text, MUTED, fontsize=8, zorder=4, path_effects=halo)
 
 
 def _draw_copy(ax, snap, block, labels, of, at, width):

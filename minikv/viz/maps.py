@@ -7,7 +7,7 @@ from minikv.viz.pool import FREE
 from minikv.viz.style import INK, MUTED, RULE, WHITE, figure, ink_on, look, tint
 
 MAX_CELLS = 64  # slots that are drawn and numbered one by one
-BAR, POOL_WIDTH = 0.46, 6.9  # inches: height of the pool, and about its width on the page
+BAR, MARGIN = 0.46, 1.1  # inches: height of the pool, and about what is beside it on the page
 CHAR = 0.072  # inches that a letter of a label takes
 LIGHT = tint(MUTED, 0.22)
 
@@ -60,7 +60,7 @@ def memory_maps(moments, *, colours=None, title=None):
         for i, ((label, moment), facts) in enumerate(zip(moments, drawn, strict=True)):
             top = i * pitch
             draw_pool(ax, moment, top, 0.36, colours)
-            above = {"ha": "left", "va": "bottom", "fontsize": 7.5}
+            above = {"ha": "left", "va": "bottom", "fontsize": 8}
             _text(ax, 0, top - 0.05, facts["verdict"], MUTED, **above)
             rows.append((top + 0.18, label))
             if moment.one_piece and facts["gap"]:
@@ -127,7 +127,7 @@ def _alt(moment, drawn):
 def draw_pool(ax, moment, top, height, colours):
     """The row of addresses, y growing downwards, in inches; x in slots."""
     num_slots = moment.num_slots
-    per_inch = num_slots / POOL_WIDTH
+    per_inch = _slots_per_inch(ax, num_slots)
     ax.add_patch(Rectangle((0, top), num_slots, height, facecolor=WHITE, edgecolor="none"))
     spans = []  # neighbouring runs of one owner: [owner, start, end, slots of the first run]
     for run in moment.runs:
@@ -159,6 +159,11 @@ def draw_pool(ax, moment, top, height, colours):
     ax.add_patch(Rectangle((0, top), num_slots, height, **outline))
 
 
+def _slots_per_inch(ax, num_slots):
+    """About: before the layout, all that is known is the width of the whole figure."""
+    return num_slots / (ax.figure.get_figwidth() - MARGIN)
+
+
 def _bracket(ax, start, num_slots, y, pool_slots, below=False):
     """Over (or under) the largest gap, with its size."""
     tick = -0.06 if below else 0.06
@@ -166,10 +171,10 @@ def _bracket(ax, start, num_slots, y, pool_slots, below=False):
     ax.plot(x, [y + tick if not below else y - 0.03, y, y, y + tick if not below else y - 0.03],
             color=INK, linewidth=1.1, solid_capstyle="butt", clip_on=False)  # fmt: skip
     text = f"largest gap: {num_slots:,}"
-    half = len(text) * CHAR * 0.5 * pool_slots / POOL_WIDTH
+    half = len(text) * CHAR * 0.5 * _slots_per_inch(ax, pool_slots)
     middle = min(max(start + num_slots / 2, half), pool_slots - half)
     align = {"va": "top"} if below else {"va": "bottom"}
-    size = 7.5 if below else 8.5
+    size = 8 if below else 8.5
     ax.text(middle, y + (0.03 if below else -0.04), text, ha="center", fontsize=size, **align)
 
 
@@ -199,7 +204,7 @@ def _draw_waiting(ax, moment, drawn, top):
         bar = (start, start + needed)
         _label(ax, (dark, dark + short), bar, top, text, WHITE, moment, to_the_left)
     name = f"{drawn['request']}: {needed:,}"
-    if fits > (len(name) + 1) * CHAR * moment.num_slots / POOL_WIDTH:
+    if fits > (len(name) + 1) * CHAR * _slots_per_inch(ax, moment.num_slots):
         _text(ax, light + fits / 2, top + height / 2, name, INK, fontweight="bold")
     if drawn["gap"] and moment.one_piece:
         for x in (drawn["gap"][0], sum(drawn["gap"])):
@@ -210,7 +215,7 @@ def _draw_gathered(ax, moment, start, top):
     height, x = 0.32, start
     outline = {"facecolor": WHITE, "edgecolor": INK, "linewidth": 0.9}
     ax.add_patch(Rectangle((start, top), moment.free_slots, height, **outline))
-    apart = moment.free_slots > 0.05 * len(moment.free) * moment.num_slots / POOL_WIDTH
+    apart = moment.free_slots > 0.05 * len(moment.free) * _slots_per_inch(ax, moment.num_slots)
     for run in moment.free[:-1] if apart else ():  # where the pieces meet
         x += run.num_slots
         ax.plot([x, x], [top, top + height], color=RULE, linewidth=0.8)
@@ -221,7 +226,7 @@ def _draw_gathered(ax, moment, start, top):
 def _label(ax, part, bar, top, text, ink, moment, to_the_left=False):
     """In the middle of a part of a bar if there is room, else beside the bar, on the part's side
     if there is room. A bar as long as the pool may leave no room at all."""
-    width = (len(text) + 1) * CHAR * moment.num_slots / POOL_WIDTH
+    width = (len(text) + 1) * CHAR * _slots_per_inch(ax, moment.num_slots)
     y = top + 0.16
     if part[1] - part[0] > width:
         face = INK if ink == WHITE else WHITE
@@ -262,7 +267,7 @@ def _ticks(ax, moment, y):
             places.append((num_slots, f"{num_slots:,}"))
         ax.vlines([x for x, _ in places], y, y + 0.05, color=INK, linewidth=0.8)
     for x, text in places:
-        _text(ax, x, y + 0.06, text, MUTED, va="top", fontsize=7)
+        _text(ax, x, y + 0.06, text, MUTED, va="top")
 
 
 def nice_step(total, count):

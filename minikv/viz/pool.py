@@ -9,7 +9,19 @@ from typing import NamedTuple
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
-from minikv.viz.style import CARD, INK, MUTED, RULE, WHITE, colour, figure, ink_on, look, tint
+from minikv.viz.style import (
+    CARD,
+    INK,
+    MUTED,
+    RULE,
+    WHITE,
+    colour,
+    figure,
+    fitted,
+    ink_on,
+    look,
+    tint,
+)
 
 LIVE, RESERVED, INTERNAL, FREE = "live", "reserved", "internal", "free"
 MEANING = {  # the words of MemoryReport (kv_cache/base.py), short enough for a legend
@@ -20,6 +32,7 @@ MEANING = {  # the words of MemoryReport (kv_cache/base.py), short enough for a 
 }
 MAX_SLOT_LINES = 1024  # a line per slot, and per block, only while they can be told apart
 MAX_BLOCK_LINES = 256
+TOKEN_MAP = 7.2  # inches that token_map's slots have, about
 
 
 class PoolSnapshot(NamedTuple):
@@ -150,7 +163,7 @@ def pool_over_steps(snapshots, *, title="The pool, step by step"):
             if not slots.requests:
                 where = {"x": num_slots / 2, "y": row + 0.52, "ha": "center", "va": "center"}
                 box = {"boxstyle": "square,pad=0", "facecolor": WHITE, "edgecolor": "none"}
-                ax.text(s="all slots free", fontsize=6.5, color=MUTED, bbox=box, **where)
+                ax.text(s="all slots free", fontsize=8, color=MUTED, bbox=box, **where)
         ax.set(xlim=(0, num_slots), ylim=(num_rows, 0), title=title)
         ax.set_xlabel(f"slot in the pool (a line every {first.block_size} slots: one block)")
         ax.set_ylabel("step")
@@ -167,7 +180,7 @@ def pool_over_steps(snapshots, *, title="The pool, step by step"):
     return card, drawn
 
 
-def token_map(snap, request_id, tokens, num_prompt_tokens, *, max_chars=9):
+def token_map(snap, request_id, tokens, num_prompt_tokens):
     """One request's blocks as rows of slots, each with the token whose keys and values it holds.
 
     tokens: the text of all known tokens, prompt first. Those without keys and values yet stand
@@ -175,7 +188,7 @@ def token_map(snap, request_id, tokens, num_prompt_tokens, *, max_chars=9):
     """
     table, size = snap.tables[request_id], snap.block_size
     live, most = snap.num_live[request_id], snap.max_live[request_id]
-    shown = [_short(token, max_chars) for token in tokens]
+    shown = [_short(token, TOKEN_MAP / size - 0.02) for token in tokens]
     drawn = {}
     alt = f"The {len(table)} blocks of {request_id!r} after step {snap.step}: {live} slots hold "
     alt += f"keys and values, {num_prompt_tokens} of them of the prompt; {len(table) * size - live}"
@@ -294,13 +307,11 @@ def _name(ax, x, y, text, background):
 
 
 def _token(ax, x, y, text, ink):
-    size = 7 if len(text) <= 8 else 6
-    ax.text(x, y, text, color=ink, ha="center", va="center", fontsize=size, parse_math=False)
+    ax.text(x, y, text, color=ink, ha="center", va="center", fontsize=8, parse_math=False)
 
 
-def _short(token, max_chars):
-    text = token.replace("\n", "↵").strip(" ") or "␣"
-    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+def _short(token, inches):
+    return fitted(token.replace("\n", "↵").strip(" ") or "␣", inches)
 
 
 def _handles(states, of=MUTED):

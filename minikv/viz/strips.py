@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import AutoLocator, ScalarFormatter
 
 from minikv.viz.memory import STATES, enough_in_sum
 from minikv.viz.owners import colours_of, legend, owner_index, sample
@@ -91,7 +92,9 @@ def memory_strips(recordings, *, highlight=()):
         card.set_layout_engine("none")  # the axes keep their size, so that points are drawn 1:1
         for ax, (_, recording) in zip(axes.flat, recordings, strict=True):
             box = ax.get_window_extent()
-            shape = [round(inches * DPI / card.dpi) for inches in (box.height, box.width)]
+            shape = [
+                round(pixels * DPI * card.scale / card.dpi) for pixels in (box.height, box.width)
+            ]
             options = {"highlight": highlight, "colours": shared}
             strip = strip_of(recording, *shape, start=start, end=end, **options)
             extent = (start, end, 0, recording.moments[0].num_slots)
@@ -186,6 +189,9 @@ def mark_refusals(ax, refused, start, end):
 def time_axis(ax, start, end):
     """Labels the time axis, in minutes where the run is long."""
     if end - start < 600:
+        # Set, as the axes may have been in minutes before.
+        ax.xaxis.set_major_locator(AutoLocator())
+        ax.xaxis.set_major_formatter(ScalarFormatter())
         ax.set_xlabel("seconds")
         return
     ax.xaxis.set_major_formatter(lambda value, _: f"{value / 60:,.0f}")

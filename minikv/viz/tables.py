@@ -11,7 +11,19 @@ from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 
 from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, fill, slots_of
-from minikv.viz.style import CARD, INK, MUTED, RULE, WHITE, colour, figure, ink_on, look, tint
+from minikv.viz.style import (
+    CARD,
+    INK,
+    MUTED,
+    RULE,
+    WHITE,
+    colour,
+    figure,
+    fitted,
+    ink_on,
+    look,
+    tint,
+)
 
 OTHER_FACE = tint(MUTED, 0.7)
 ROW, GAP = 0.25, 0.075  # inches: a block's height, and between two of them
@@ -128,7 +140,7 @@ def _draw_sequence(ax, snap, name, tokens, of, places, top):
     num_rows = max(len(table), -(-len(tokens) // size))
     for block in range(num_rows):
         y = top + 0.26 + block * (ROW + GAP)
-        write(ax, places["cells"] - 0.13, y + ROW / 2, block, MUTED, fontsize=7.5)
+        write(ax, places["cells"] - 0.13, y + ROW / 2, block, MUTED, fontsize=8)
         for offset in range(size):
             position = block * size + offset
             known, x = position < len(tokens), places["cells"] + width * offset
@@ -157,8 +169,8 @@ def _draw_sequence(ax, snap, name, tokens, of, places, top):
         ax.add_patch(Rectangle((x, y), 0.4, ROW, linewidth=0.9, **face, **line))
         shown = table[block] if held else "none"
         ink = ink_on(tint(of, LIVE_TINT)) if held else MUTED
-        write(ax, x + 0.2, y + ROW / 2, shown, ink, fontsize=8.5 if held else 7)
-        write(ax, x - 0.15, y + ROW / 2, block, MUTED, fontsize=7.5)
+        write(ax, x + 0.2, y + ROW / 2, shown, ink, fontsize=8.5 if held else 8)
+        write(ax, x - 0.15, y + ROW / 2, block, MUTED, fontsize=8)
         if held:
             in_block = min(max(0, live - block * size), size)
             arrows.append(Arrow(name, block, table[block], in_block))
@@ -178,7 +190,7 @@ def _draw_pool(ax, snap, labels, colours, places):
             texts[translate(snap, name, position).slot] = tokens[position]
     for block_id in range(snap.num_blocks):
         y = _pool_y(block_id) - ROW / 2
-        write(ax, places["pool"] - 0.18, y + ROW / 2, block_id, MUTED, fontsize=7.5)
+        write(ax, places["pool"] - 0.18, y + ROW / 2, block_id, MUTED, fontsize=8)
         owner = next((o for o in slots.owners[block_id * size : (block_id + 1) * size] if o), None)
         for offset in range(size):
             slot, x = block_id * size + offset, places["pool"] + width * offset
@@ -191,7 +203,7 @@ def _draw_pool(ax, snap, labels, colours, places):
                 token(ax, x + width / 2, y + ROW / 2, texts[slot], LIVE, of, width)
         if owner is not None and owner not in labels:
             middle = places["pool"] + width * size / 2
-            write(ax, middle, y + ROW / 2, owner, ink_on(OTHER_FACE), fontsize=7)
+            write(ax, middle, y + ROW / 2, owner, ink_on(OTHER_FACE))
         outline(ax, places["pool"], y, width * size)
 
 
@@ -209,14 +221,11 @@ def cell(ax, x, y, width, state, of):
 
 
 def token(ax, x, y, label, state, of, width):
-    """A label, as small as its cell asks for."""
-    shown = label.replace("\n", "↵").strip(" ") or "␣"
-    shown = shown if len(shown) <= 8 else shown[:7] + "…"
-    ems = sum(0.83 if c in "<>…mMwW" or c.isupper() else 0.61 for c in shown)
-    size = min(7.5, 72 * width / (ems + 0.35))
+    """A label, as much of it as its cell has room for."""
+    shown = fitted(label.replace("\n", "↵").strip(" ") or "␣", width - 0.02)
     ink = ink_on(tint(of, LIVE_TINT)) if state == LIVE else INK
     halo = [] if state == LIVE else [withStroke(linewidth=2.2, foreground=WHITE)]
-    write(ax, x, y, shown, ink, fontsize=size, path_effects=halo)
+    write(ax, x, y, shown, ink, path_effects=halo)
 
 
 def outline(ax, x, y, width, height=ROW, **style):

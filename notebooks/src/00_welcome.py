@@ -13,7 +13,7 @@
 # No chapter needs a GPU. Where there is one, the engine uses it.
 
 # %% machine tags=["nbval-ignore-output"]
-from minikv.doctor import facts
+from minikv.machine import facts
 
 machine = facts()
 print(f"Python {machine['python']} on {machine['system']}")
@@ -165,7 +165,7 @@ figure
 # %% [markdown]
 # The first step fills the slots of the whole prompt at once. Each later step adds one. When the answer ends, the slab is given back as a whole, and the last row is empty. Nothing is erased: the slots merely belong to nobody.
 #
-# The next cell draws the pool at single steps. With a running kernel it is a player: press play, or move the slider with the arrow keys.
+# The next cell is a player of the single steps. Press play, or click it and take the arrow keys. It needs no kernel, so it still works when you open the notebook again. (In a notebook that Jupyter does not trust yet, because it ran elsewhere, you see four of the steps instead: run the cell.)
 
 # %% player
 from minikv.viz import pool_player
@@ -257,7 +257,7 @@ print(f"live: {num_live}, free: {num_free}, held but empty: {num_empty}")
 # %% [markdown]
 # ## How to use this course
 #
-# - Run the cells in order, from top to bottom. Where something looks odd, *Kernel, Restart and Run All* sets it right.
+# - Run the cells in order, from top to bottom. Where something looks odd, *Kernel > Restart Kernel and Run All Cells…* sets it right.
 # - Change things. The notebooks are yours, and git brings back what you break.
 # - Notebooks import the engine; they never define it. `show` prints any part of it as it stands in the package, so that text and code cannot drift apart. Here is where the striped slots of our drawings ended, and the dotted ones began:
 

@@ -24,7 +24,7 @@ from minikv import LLM, ContiguousKVCacheManager, Request, SamplingParams, show
 from minikv.kv_cache.extents import external_fragmentation, make_allocator
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
-from minikv.simulator.experiments import FIG2_PAPER, NUM_SLOTS, fig2_run, paper_manager
+from minikv.experiments import FIG2_PAPER, NUM_SLOTS, fig2_run, paper_manager
 from minikv.specs import GPUS, MODELS
 from minikv.static_batching import StaticScheduler
 from minikv.viz import MemoryRecorder, batch, gantt
@@ -171,8 +171,8 @@ card
 # (External: between extents. Chapter 02's waste was internal: inside of them.)
 
 # %% measure
-show(external_fragmentation)
 print(f"here: {external_fragmentation(core.manager.allocator.extents()):.0%}")
+show(external_fragmentation)
 
 # %% after
 while "F" not in core.manager.tables:

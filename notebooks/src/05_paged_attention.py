@@ -387,18 +387,23 @@ print(f"largest {largest:.0f}, sum {total:.3f}, mixed {mixed:.2f}: {mixed / tota
 # %% [markdown]
 # The same, and no score of block 0 had to be kept. This is **online softmax** (Milakov and Gimelshein
 # 2018), the idea inside FlashAttention (Dao et al. 2022). Divide once, at the end.
+#
+# > **Predict.** The same scores in blocks of two: after which does the earlier sum shrink?
+#
+# Click the picture, then use arrow keys.
 
-# %% online-figure
-card, states = viz.online_softmax(
-    scores, values=values, title="Block 1 brings a larger score: what block 0 summed up shrinks")  # fmt: skip
-for state, triple in zip(states, (first, (largest, total, mixed)), strict=True):
+# %% online-player
+for state, triple in zip(viz.softmax_states(scores, values), (first, (largest, total, mixed)), strict=True):
     assert max(abs(x - y) for x, y in zip((state.largest, state.total, state.mixed), triple, strict=True)) < 1e-12
-card
+twos, their_values = ([row[i : i + 2].tolist() for i in range(0, 7, 2)] for row in (flat, worth))
+last = viz.softmax_states(twos, their_values)[-1]
+assert abs(last.mixed / last.total - whole) < 1e-12
+viz.softmax_player(twos, values=their_values, title="The same seven scores, in blocks of two")
 
 # %% [markdown]
-# In the lower row the bars of block 0 keep their proportions and lose their height.
+# After block 2: the bars before it keep their proportions and lose their height.
 #
-# > **Predict.** With many blocks: does the order matter in which they are merged?
+# > **Predict.** Does the order matter in which blocks are merged?
 
 # %% many-blocks
 pieces = [one_block([s], [v]) for s, v in zip(flat.tolist(), worth.tolist(), strict=True)]
@@ -412,8 +417,8 @@ assert max(abs(x - whole) for x in answers) < 1e-12
 print(f"{len(answers):,} orders of seven blocks of one slot: all {whole:.4f}")
 
 # %% [markdown]
-# To rounding, it does not. So different programs may each take a part of a long table, and merge at the
-# end; we come back to that.
+# To rounding, it does not. Different programs may each take a part of a table, and merge at the
+# end.
 #
 # Two traps are left. A mask may hide a **whole block**: its largest score is then minus infinity. And a
 # slot that was never written may hold anything, **NaN** too.
@@ -687,7 +692,7 @@ assert torch.allclose((mixed / total[..., None]).reshape(9, 64), walked, atol=1e
 print("two programs, one answer: equal to rounding")
 
 # %% [markdown]
-# Is it fast? `python -m minikv bench --kernel` measures it on a GPU against the bandwidth of a plain copy,
+# Is it fast? `python -m minikv bench kernel` measures it on a GPU against the bandwidth of a plain copy,
 # and `make test-gpu` proves it equal there. On a machine without one both say `not run`.
 #
 # ## 8. Why the block size matters to a kernel

@@ -348,7 +348,9 @@ void attend(const Shape& shape, const Step& step, const T* query, const T* pool,
             for (int head = 0; head < shape.num_kv_heads; head++)
                 all.push_back({seq, head, first, std::min(tile, num_queries - first)});
     }
-    num_threads = std::min<int>(num_threads, int(all.size()));
+    // The whole team, even where it is larger than the work: gcc's runtime ends the threads that a
+    // smaller team leaves out, and the next matrix product starts them anew, in every layer.
+    if (all.size() == 1) num_threads = 1;
 #pragma omp parallel num_threads(num_threads)
     {
         Kernel<T, WIDTH> kernel{shape, step, query, pool, out};

@@ -68,7 +68,7 @@ def main(argv):
         print(
             f"[{len(steps)} steps in {total:.2f} s, the first in {ttft:.2f} s; {num_tokens} tokens "
             f"computed; {peak} slots held, {kv_bytes / 1e6:.1f} MB of KV cache; "
-            f"{llm.spec.dtype} on {llm.runner.device}]",
+            f"{llm.spec.dtype} on {llm.runner.device}; threads: {llm.runner.threads.describe()}]",
             file=sys.stderr,
         )
     return 0

@@ -1,0 +1,180 @@
+"""The course in a real browser: JupyterLab as `python -m minikv lab` starts it, and Chromium.
+
+Not collected by name (it takes a minute, a browser and Playwright, which the course does not need):
+
+    pip install playwright; apt-get install chromium
+    python -m pytest tests/browser_lab.py [--shots FOLDER]
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from minikv import bootstrap
+from minikv.classroom.source import NOTEBOOK_METADATA, read_notebook, to_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update"]  # fmt: skip
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium on this machine")
+SHOTS = os.environ.get("MINIKV_SHOTS")  # a folder for screenshots
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    """A copy that may be saved over: three chapters, and a notebook with nothing but the lab."""
+    folder = tmp_path_factory.mktemp("course")
+    for name in ("00_welcome", "03_fragmentation", "05_paged_attention"):
+        shutil.copy(ROOT / "notebooks" / f"{name}.ipynb", folder)
+    cells = ["import minikv.viz as viz", "viz.fragmentation_lab()"]
+    notebook = nbformat.v4.new_notebook(metadata=NOTEBOOK_METADATA | {"minikv": {}})
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in cells]
+    (folder / "lab.ipynb").write_bytes(to_bytes(notebook))
+    return folder
+
+
+@contextlib.contextmanager
+def served(course, home, theme):
+    """The address of a server with settings of its own."""
+    settings = home / "lab/user-settings/@jupyterlab/apputils-extension"
+    settings.mkdir(parents=True, exist_ok=True)
+    (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
+    (settings / "notification.jupyterlab-settings").write_text(json.dumps({"fetchNews": "false"}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = bootstrap.jupyter_command(sys.executable, [], {}, is_root=True)
+    command = [part for part in command if "root_dir" not in part]  # it takes one alone
+    command += [f"--ServerApp.root_dir={course}", f"--ServerApp.port={port}"]
+    command += ["--IdentityProvider.token=", "--LabApp.extension_manager=readonly"]
+    command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    environ = dict(os.environ, JUPYTER_CONFIG_DIR=str(home), PYTHONPATH=str(ROOT))
+    environ |= {"JUPYTER_DATA_DIR": str(home / "data"), "JUPYTER_RUNTIME_DIR": str(home / "run")}
+    with open(home / "log", "w") as log:
+        server = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/api").read()
+                break
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.fixture(scope="module", params=["JupyterLab Dark", "JupyterLab Light"])
+def lab(request, course, tmp_path_factory):
+    """opens(name, size) -> a page with this notebook, its kernel idle."""
+    with (
+        served(course, tmp_path_factory.mktemp("home"), request.param) as url,
+        playwright.sync_playwright() as driver,
+    ):
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+
+        def opens(name, size=(1280, 720)):
+            page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+            page.goto(f"{url}/lab/tree/{name}.ipynb?reset")
+            page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
+            idle = '.jp-Notebook-ExecutionIndicator[data-status="idle"]'
+            page.wait_for_selector(idle, timeout=60_000)
+            page.wait_for_timeout(3000)  # what JupyterLab writes, it writes late
+            return page
+
+        def shot(page, name):
+            if SHOTS:
+                page.screenshot(path=f"{SHOTS}/{request.param.split()[1]}_{name}.png")
+
+        opens.shot = shot
+        yield opens
+        browser.close()
+
+
+def saved(page):
+    page.locator('.jp-Toolbar [data-jp-item-name="save"] jp-button').first.click()
+    page.wait_for_timeout(2000)
+
+
+def colours_of_sources(page):
+    """(text, background) of everything that JupyterLab gives colours, in outputs of show."""
+    page.wait_for_selector(".jp-OutputArea-output .highlight, .jp-OutputArea-output pre")
+    return page.evaluate("""() => [...document.querySelectorAll(
+        '[style*="#f8f8f8"], [style*="rgb(248, 248, 248)"]')].map(e => {
+            const s = getComputedStyle(e); return [s.color, s.backgroundColor]})""")
+
+
+@pytest.mark.parametrize("size", [(1280, 720), (1366, 768)], ids=str)
+@pytest.mark.parametrize("name", ["00_welcome", "05_paged_attention"])
+def test_opening_a_chapter_changes_nothing_and_its_sources_can_be_read(lab, course, name, size):
+    before = (course / f"{name}.ipynb").read_bytes()
+    page = lab(name, size)
+    assert page.locator(".jp-mod-dirty").count() == 0
+    saved(page)
+    assert (course / f"{name}.ipynb").read_bytes() == before
+    for cell in read_notebook(course / f"{name}.ipynb").cells:
+        if cell.cell_type == "code" and cell.source.startswith(("show(", "beside(", "excerpt(")):
+            page.evaluate("""() => {const n = document.querySelector('.jp-WindowedPanel-outer');
+                             n.scrollTop = n.scrollHeight}""")
+            page.wait_for_timeout(1500)
+            colours = colours_of_sources(page)
+            assert set(map(tuple, colours)) <= {("rgb(36, 41, 47)", "rgb(248, 248, 248)")}
+            break
+    lab.shot(page, f"{name}_{size[0]}")
+    images = page.evaluate(
+        "() => [...document.querySelectorAll('.jp-Notebook img')].map(i => i.alt)"
+    )
+    assert all(len(alt) > 20 for alt in images)
+    page.close()
+
+
+@pytest.mark.parametrize("size", [(1280, 720), (1366, 768)], ids=str)
+def test_the_lab_is_played_with_the_keyboard_beside_its_picture(lab, size):
+    page = lab("lab", size)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    page.wait_for_selector(".widget-html img", timeout=60_000)
+    picture = page.locator(".widget-html img")
+    num_cells, alt = page.locator(".jp-Notebook .jp-Cell").count(), picture.get_attribute("alt")
+    handles = page.locator(".widget-slider .noUi-handle")
+    assert handles.count() == 6
+    for index in (3, 4):  # fit and reserve, no dropdowns
+        handles.nth(index).focus()
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function(
+            "alt => document.querySelector('.widget-html img').alt !== alt", arg=alt, timeout=30_000
+        )
+        alt = picture.get_attribute("alt")
+    assert "The run before" in alt and num_cells == page.locator(".jp-Notebook .jp-Cell").count()
+    tracks = page.locator(".widget-slider .noUi-target")
+    assert min(tracks.nth(i).bounding_box()["width"] for i in range(6)) >= 140
+    control, image = page.locator(".widget-slider").first.bounding_box(), picture.bounding_box()
+    assert control["x"] + control["width"] <= image["x"]  # beside, not above
+    assert image["x"] + image["width"] <= size[0]
+    lab.shot(page, f"lab_{size[0]}")
+    saved(page)
+    page.close()
+
+
+def test_a_lab_whose_kernel_is_gone_says_what_to_run(lab):
+    page = lab("lab")
+    page.get_by_role("menuitem", name="Kernel", exact=True).click()
+    page.get_by_role("menuitem", name="Shut Down Kernel", exact=True).click()
+    page.wait_for_timeout(2000)
+    page.close()
+    page = lab("lab")
+    assert "Run All Above Selected Cell" in page.locator(".jp-Notebook").inner_text()
+    lab.shot(page, "lab_reopened")
+    page.close()
