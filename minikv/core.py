@@ -2,23 +2,19 @@
 model and a virtual clock for the simulator; neither is known here.
 """
 
-import functools
 import math
 from typing import Protocol
 
 from minikv.kv_cache.base import OutOfKVMemory
 from minikv.metrics import Metrics, StepRecord
+from minikv.scheduler import whole
 
 
 class Runner(Protocol):
     def run(self, scheduled, copies) -> list[int | None]:
         """Executes the copies, computes the scheduled tokens and samples one token for each entry
         of scheduled (ignored in the middle of a prompt; None: the logits were not finite). Block
-        tables are read from the manager now, not before.
-
-        copies: a list, which the runner empties once they are done: whatever raises after that,
-        they are never executed twice (their sources may have changed). A list that is not empty
-        when run raises is handed in again, unchanged and alone, before anything else."""
+        tables are read from the manager now, not before."""
 
 
 class Clock(Protocol):
@@ -26,22 +22,6 @@ class Clock(Protocol):
 
     def advance_to(self, t: float) -> None:
         """Waits, or pretends to, until the time is t."""
-
-
-def restoring(step):
-    """Decorates EngineCore.step: where a step is cut short, by an error or an interrupt at any
-    point, the books are made good before anyone looks at them again."""
-
-    @functools.wraps(step)
-    def step_or_restore(core):
-        try:
-            return step(core)
-        except BaseException:
-            copies_lost, core._copies = core._copies is None, core._copies or []
-            core.scheduler.restore(copies_lost)
-            raise
-
-    return step_or_restore
 
 
 class EngineCore:
@@ -54,31 +34,29 @@ class EngineCore:
         self.runner, self.clock = runner, clock
         self.report_every, self.check_every_step = report_every, check_every_step
         self.metrics = Metrics(self.manager.num_blocks)
-        self._copies = []  # drained from the manager; the runner empties it when they are done
-        self.num_ended = 0  # requests that have ended, the refused ones included
+        self._num_refused = 0
 
-    @restoring
     def step(self):
         """One iteration. Returns (scheduled, finished)."""
-        manager, scheduler, steps = self.manager, self.scheduler, self.metrics.steps
-        runner = self.runner
+        manager, scheduler, metrics = self.manager, self.scheduler, self.metrics
         start = self.clock.now()
         scheduled, _ = scheduler.schedule()
-        for request in scheduler.admitted:
-            if request.first_scheduled_time is None:
-                request.first_scheduled_time = start
+        metrics.note_starts(scheduler.admitted, start)
         if self.check_every_step:
             manager.check()
-        if self._copies:
-            # A step was cut short before they were done. The manager counts them as done, so they
-            # come first, whoever has left or moved since: nothing was written in between, and
-            # what they write for a request that has gone is overwritten before it is read.
-            runner.run([], self._copies)
-        self._copies = None  # cut short here, nobody has them
-        self._copies = list(manager.copies())
-        tokens = runner.run(scheduled, self._copies)
-        self._copies = []
+        copies = list(manager.copies())
+        tokens = self.runner.run(scheduled, copies)
         end = self.clock.now()
+        step = self._record(scheduled, start, end)
+        finished = scheduler.update(scheduled, tokens, end, step)
+        if self.check_every_step:
+            manager.check()
+        return scheduled, finished
+
+    def _record(self, scheduled, start, end):
+        """Of the blocks in use, those that the step used: before any of them is given back. Returns
+        the number of the step, as update() tells the requests which one gave them a token."""
+        manager, steps = self.manager, self.metrics.steps
         num_tokens = 0
         for _, num_new_tokens in scheduled:
             num_tokens += num_new_tokens
@@ -86,11 +64,16 @@ class EngineCore:
         steps.append(StepRecord(start, end, len(scheduled), num_tokens, num_blocks_in_use))
         if self.report_every and len(steps) % self.report_every == 0:
             self.metrics.reports.append((len(steps) - 1, self.report()))
-        finished = scheduler.update(scheduled, tokens, end, len(steps) - 1)
-        self.num_ended += len(finished)
-        if self.check_every_step:
-            manager.check()
-        return scheduled, finished
+        return len(steps) - 1
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have ended, the refused ones included."""
+        return self.scheduler.num_ended + self._num_refused
+
+    def recover(self):
+        """After a step that was cut short: see Scheduler.recover. What ran is computed again."""
+        self.scheduler.recover()
 
     def submit(self, request):
         """Queues a request; one that can never fit ends at once, with finish_reason "error"."""
@@ -100,7 +83,7 @@ class EngineCore:
             for each in (request, *request.children):
                 each.finish_reason, each.error = "error", str(refusal)
                 each.finish_time = self.clock.now()
-                self.num_ended += 1
+                self._num_refused += 1
 
     def report(self):
         """Where the pool's slots are now, measured against the request that is next in line.
@@ -129,3 +112,7 @@ class EngineCore:
             self.step()
             if on_step is not None:
                 on_step(self)
+
+
+# Every step, whoever makes it. Here, so that the text of step() is the loop and nothing else.
+EngineCore.step = whole(EngineCore.step)

@@ -25,7 +25,8 @@ from minikv.model.packing import pack_linears
 from minikv.model.probe import adopt
 from minikv.model.runner import ModelRunner
 from minikv.request import Request, RequestOutput, SamplingParams, require_int, require_number
-from minikv.scheduler import BATCHING, Scheduler
+from minikv.scheduler import Scheduler
+from minikv.static_batching import BATCHING
 
 DEFAULT_BLOCK_SIZE = 16
 MANAGERS = {"paged": PagedKVCacheManager, "contiguous": ContiguousKVCacheManager}
@@ -184,11 +185,10 @@ class LLM:
             report_every=report_every,
             check_every_step=check_every_step,
         )
-        self._jobs = {}  # request_id -> Job, until it has ended
-        self._samples = {}  # request_id of each of its samples -> (Job, Sample)
-        self._held = {}  # request_id -> newest output, made while another caller was stepping
-        self._driven = set()  # ids of generate's and of open streams, who are told by _drive
-        self._in_step = False  # still true at the next step: this one was cut short
+        self._jobs = {}  # request_id -> Job, until it has ended and its output is held
+        self._samples = {}  # request_id of each of its samples -> (Job, Sample); may know more jobs
+        self._held = {}  # request_id -> (Job, newest output) for the next step() to return
+        self._cut_short = False  # whether the last step or abort was
         self._thread = None  # whose requests are unfinished
         self._ids, self._num_added = itertools.count(), 0
         self._eos_token_ids = eos_token_ids(self.model, self.tokenizer)
@@ -233,14 +233,24 @@ class LLM:
         Raises ValueError (TypeError for the wrong kind of thing) and OutOfKVMemory for what can
         never be served; then nothing has changed.
         """
-        return self._add(self._prepare(prompt, sampling_params, request_id))
+        job = self._prepare(prompt, sampling_params, request_id)
+        try:
+            return self._add(job)
+        except BaseException:  # an interrupt may come when it is queued already
+            self._withdraw(job)
+            raise
 
     def step(self) -> list[RequestOutput]:
         """One iteration. Returns a snapshot of every request that got a token or ended in it."""
         if self._jobs:
             self._step()
-        held, self._held = self._held, {}
-        return list(held.values())
+        held = self._held
+        try:
+            self._held = {}
+            return [output for _, output in held.values()]
+        except BaseException:  # nobody has got them
+            self._held = held
+            raise
 
     def abort(self, request_id) -> bool:
         """Ends a request at any moment and takes its blocks back. False: nothing ran by that id."""
@@ -248,9 +258,7 @@ class LLM:
         job = self._jobs.get(request_id)
         if job is None:
             return False
-        self._forget(job)
-        for sample in job.samples:
-            self.scheduler.abort(sample.request, self.core.clock.now())
+        self._withdraw(job)
         return True
 
     def has_unfinished_requests(self) -> bool:
@@ -315,24 +323,28 @@ class LLM:
 
     def _drive(self, jobs):
         """Adds these requests and steps until they end, yielding their outputs. What requests of
-        add_request get meanwhile is held for the next step(); another open stream has it already.
+        add_request get meanwhile is held for the next step(); another open stream reads its own.
         """
-        own = set()
+        own = {job.request_id: job for job in jobs}
         try:
             for job in jobs:
-                own.add(self._add(job))
-                self._driven.add(job.request_id)
-            while own & self._driven & self._jobs.keys():
+                job.driven = True
+                self._add(job)
+            while True:
+                told = [entry for entry in self._held.values() if entry[0].driven]
+                for job, _ in told:
+                    del self._held[job.request_id]
+                for job, output in told:
+                    if own.get(job.request_id) is job:
+                        yield output
+                if not any(map(self._runs, jobs)):
+                    return
                 self._step()
-                told = [self._held.pop(each) for each in list(self._held) if each in self._driven]
-                yield from [output for output in told if output.request_id in own]
         except BaseException:  # an interrupt and a caller who has heard enough included
-            for request_id in own & self._driven:
+            for job in jobs:
                 with contextlib.suppress(Exception):  # a broken manager must not hide what it was
-                    self.abort(request_id)
+                    self._withdraw(job)
             raise
-        finally:
-            self._driven -= own
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -402,7 +414,11 @@ class LLM:
         )
 
     def _is_taken(self, sample_id):
-        return sample_id in self._samples or sample_id in self._held
+        job, _ = self._samples.get(sample_id, (None, None))
+        return (job is not None and self._runs(job)) or sample_id in self._held
+
+    def _runs(self, job):
+        return self._jobs.get(job.request_id) is job
 
     def _add(self, job):
         self._require_own_thread()
@@ -415,58 +431,66 @@ class LLM:
         requests[0].children = requests[1:]
         self.scheduler.add(requests[0])
         self._num_added += 1
-        self._jobs[job.request_id] = job
-        self._driven.discard(job.request_id)  # an open stream whose request has ended had it
         self._samples |= {s.request.request_id: (job, s) for s in job.samples}
+        self._jobs[job.request_id] = job
         return job.request_id
 
+    def _withdraw(self, job):
+        """Ends what of it runs, and forgets it. Cut short, the next step goes on with it."""
+        job.withdrawn, before, self._cut_short = True, self._cut_short, True
+        requests, errors = [sample.request for sample in job.samples], []
+        for request in requests:
+            try:
+                self.scheduler.abort(request, self.core.clock.now())
+            except Exception as error:  # as a rule it has ended all the same, see recover()
+                errors.append(error)
+        if self._held.get(job.request_id, (None, None))[0] is job:
+            del self._held[job.request_id]
+        if not any(map(self.scheduler.is_unfinished, requests)):
+            self._forget(job)
+            self._cut_short = before
+        if errors:
+            raise errors[0]
+
     def _forget(self, job):
+        if self._runs(job):
+            del self._jobs[job.request_id]
         for sample in job.samples:
-            self._samples.pop(sample.request.request_id, None)
-        self._jobs.pop(job.request_id, None)
+            if self._samples.get(sample.request.request_id) == (job, sample):
+                del self._samples[sample.request.request_id]
 
     def _step(self):
         """One iteration. Its outputs are put into _held."""
         self._require_own_thread()
-        touched = []
-        if self._in_step:  # the last one was cut short, by an error or an interrupt
-            self._end_what_is_lost()
-            touched += self._samples
-        self._in_step = True
+        if self._cut_short:  # whoever ended or got a token then has not been told
+            for job in list(self._jobs.values()):
+                if job.withdrawn:
+                    self._withdraw(job)
+                else:
+                    self._tell([(job, sample) for sample in job.samples])
+        self._cut_short = True
         if self.scheduler.has_unfinished_requests:
             scheduled, finished = self.core.step()
-            touched += [entry.request.request_id for entry in scheduled]
-            touched += [request.request_id for request in finished]
-        outputs = {}
-        for request_id in touched:
-            job, sample = self._samples.get(request_id, (None, None))
-            if job is None:  # it was aborted
-                continue
+            requests = [*(entry.request for entry in scheduled), *finished]
+            known = [self._samples.get(request.request_id) for request in requests]
+            self._tell([each for each in known if each and self._runs(each[0])])
+        self._cut_short = False
+
+    def _tell(self, touched):
+        """Puts the outputs of those (job, sample) that have news into _held."""
+        jobs = {}
+        for job, sample in touched:
             request, got_token = sample.request, sample.read_new_tokens()
             if sample.end_reason and request.finish_reason is None:
                 self.scheduler.finish(request, sample.end_reason, self.core.clock.now())
             if got_token or request.finish_reason:
-                outputs[job.request_id] = job
-        # Nothing is forgotten before its output is kept: a step that is cut short loses none.
-        for request_id, job in outputs.items():
-            self._held[request_id] = output = job.snapshot(self.metrics)
+                jobs[job.request_id] = job
+        # Nothing is forgotten before its output is held: a step that is cut short loses none.
+        for request_id, job in jobs.items():
+            output = job.snapshot(self.metrics)
+            self._held[request_id] = job, output
             if output.finished:
                 self._forget(job)
-        self._in_step = False
-
-    def _end_what_is_lost(self):
-        """After a step that was cut short: what had come to its end is ended, and so is what is
-        left in no queue, as it would never get another token."""
-        queued = [*self.scheduler.running, *self.scheduler.waiting]
-        queued += [child for request in queued for child in request.children]
-        known = {request.request_id for request in queued}
-        for request_id, (_, sample) in list(self._samples.items()):
-            request = sample.request
-            if request.finish_reason is None and request.came_to_its_end:
-                self.scheduler.finish(request, request.came_to_its_end, self.core.clock.now())
-            elif request.finish_reason is None and request_id not in known:
-                request.finish_reason, request.finish_time = "error", self.core.clock.now()
-                request.error = "the engine was interrupted while this request was on its way"
 
     def _require_own_thread(self):
         """Two threads would take each other's outputs, so a second one is refused while requests
@@ -510,7 +534,8 @@ def _refuse_both(name, part, others):
 
 def _call(factory, *args, **offered):
     """Calls factory with the arguments, of those offered by name, that it takes."""
-    parameters = inspect.signature(factory).parameters
+    takes = factory.__init__ if isinstance(factory, type) else factory
+    parameters = inspect.signature(takes).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         offered = {name: value for name, value in offered.items() if name in parameters}
     return factory(*args, **offered)

@@ -60,6 +60,12 @@ class Metrics:
         self.steps: list[StepRecord] = []
         self.reports = []
 
+    def note_starts(self, admitted, start):
+        """admitted: the requests that left the queue in the step that began at `start`."""
+        for request in admitted:
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = start
+
     def token_times(self, request) -> list[float]:
         """When each output token was emitted: the end of its step."""
         return [self.steps[i].end for a, b in request.token_runs for i in range(a, b + 1)]
@@ -84,9 +90,10 @@ NO_TIME = 1e-12  # seconds: on a clock that stood still, rates are huge and not 
 def summarize(requests, metrics) -> dict:
     """What was served, in the names of vLLM's benchmark JSON; times in ms, rates per second.
 
-    Counts finished requests only (`completed`), over `duration` seconds: the first arrival to the
-    last step's end. For each of ttft, tpot, itl, e2el (end to end) and queue_time: mean, median and
-    percentiles. TPOT leaves out requests with a single output token.
+    Counts finished requests only (`completed`; `num_preemptions` is of all), over `duration`
+    seconds: the first arrival to the last step's end. For each of ttft, tpot, itl, e2el (end to
+    end) and queue_time: mean, median and percentiles. TPOT leaves out requests with a single output
+    token.
     `mean_num_seqs` and `utilization` (share of the pool's blocks in use) are means over the time
     that was spent in steps: idle time is left out.
     """

@@ -208,6 +208,22 @@ class Request:
             return "stop"
         return "length" if self.num_output_tokens >= self.max_tokens else None
 
+    def recount(self):
+        """Tokens are the truth: sets from them all that counts them, after a step that was cut
+        short at any point. None of them is computed: their keys and values are forgotten."""
+        if self.token_ids is not None:
+            self.num_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        runs = self.token_runs
+        while sum(last - first + 1 for first, last in runs) > self.num_output_tokens:
+            runs[-1][1] -= 1  # a step that was noted for a token that did not come
+            if runs[-1][1] < runs[-1][0]:
+                runs.pop()
+        if not runs:
+            self.first_token_time = None
+        if self.finish_reason is None:
+            self.finish_time = None
+
     def append(self, token_id):
         if self.token_ids is not None:
             self.token_ids.append(token_id)

@@ -26,17 +26,22 @@ from typing import NamedTuple
 import test_fuzz
 from managers import MANAGERS
 
-from minikv.scheduler import Scheduler, StaticScheduler
+from minikv.scheduler import Scheduler, whole
+from minikv.static_batching import StaticScheduler
 
 MAX_TRACES = 2_000
 LOOP_LIMIT = 50_000  # passes through the targets' loops in one trace; the longest needs 5,000
 
 PAGED, CONTIGUOUS = "minikv.kv_cache.paged", "minikv.kv_cache.contiguous"
 BASE, SCHEDULER, CORE = "minikv.kv_cache.base", "minikv.scheduler", "minikv.core"
+EXTENTS, BUDDY, STATIC = (
+    "minikv.kv_cache.extents",
+    "minikv.kv_cache.buddy",
+    "minikv.static_batching",
+)
 TARGETS = {  # function -> its module
     "FreeKVCacheBlockQueue.popleft_n": PAGED,
     "FreeKVCacheBlockQueue.append_n": PAGED,
-    "FreeKVCacheBlockQueue._undo_append": PAGED,
     "BlockPool.get_new_blocks": PAGED,
     "BlockPool.touch": PAGED,
     "BlockPool.free_blocks": PAGED,
@@ -50,24 +55,59 @@ TARGETS = {  # function -> its module
     "ContiguousKVCacheManager._moves": CONTIGUOUS,
     "ContiguousKVCacheManager.free": CONTIGUOUS,
     "ContiguousKVCacheManager.copies": CONTIGUOUS,
+    "CoalescingAllocator.allocate": EXTENTS,
+    "CoalescingAllocator.allocate_at": EXTENTS,
+    "CoalescingAllocator.free": EXTENTS,
+    "CoalescingAllocator.extend": EXTENTS,
+    "CoalescingAllocator._free_behind": EXTENTS,
+    "NextFit._choose": EXTENTS,
+    "NextFit.allocate": EXTENTS,
+    "SizeOrderedAllocator._resize": EXTENTS,
+    "SizeOrderedAllocator._first_of_at_least": EXTENTS,
+    "BestFit._choose": EXTENTS,
+    "WorstFit._choose": EXTENTS,
+    "Buddy.round_up": BUDDY,
+    "Buddy.allocate": BUDDY,
+    "Buddy.allocate_at": BUDDY,
+    "Buddy._cut": BUDDY,
+    "Buddy.free": BUDDY,
+    "Buddy.extend": BUDDY,
     "KVCacheManager.set_table": BASE,
     "KVCacheManager.drop_table": BASE,
     "Scheduler.schedule": SCHEDULER,
     "Scheduler._admit": SCHEDULER,
     "Scheduler._preempt_last": SCHEDULER,
     "Scheduler._check_progress": SCHEDULER,
+    "Scheduler.update": SCHEDULER,
+    "Scheduler._fan_out": SCHEDULER,
+    "Scheduler.finish": SCHEDULER,
+    "Scheduler._mark": SCHEDULER,
+    "Scheduler._forget": SCHEDULER,
+    "Scheduler.recover": SCHEDULER,
+    "StaticScheduler.schedule": STATIC,
+    "StaticScheduler._form_batch": STATIC,
+    "StaticScheduler.update": STATIC,
+    "StaticScheduler._fan_out": STATIC,
+    "StaticScheduler.finish": STATIC,
+    "StaticScheduler._leave": STATIC,
+    "StaticScheduler.recover": STATIC,
     "EngineCore.step": CORE,
 }
 UNIT_TESTS = {  # the tests of a module that need no more than minikv's accounting
     PAGED: ("test_paged",),
     CONTIGUOUS: ("test_contiguous", "test_relocation"),
     BASE: ("test_contiguous", "test_relocation", "test_paged"),
-    SCHEDULER: ("test_scheduler", "test_core"),
-    CORE: ("test_core", "test_relocation"),
+    SCHEDULER: ("test_scheduler", "test_core", "test_interrupts"),
+    CORE: ("test_core", "test_relocation", "test_interrupts"),
+    STATIC: ("test_static", "test_interrupts"),
+    EXTENTS: ("test_extents",),
+    BUDDY: ("test_extents",),
 }
 MANAGERS_OF = {  # those that run the code of the module; the others cannot tell
     PAGED: [name for name in MANAGERS if name.startswith("paged")],
     CONTIGUOUS: [name for name in MANAGERS if name.startswith("contiguous")],
+    EXTENTS: [name for name in MANAGERS if name.startswith("contiguous")],
+    BUDDY: [name for name in MANAGERS if name.startswith("contiguous")],
 }
 
 
@@ -105,7 +145,7 @@ PLANTED = [
             "num_tokens = request.num_computed_tokens + num_new_tokens",
             "num_tokens = request.num_computed_tokens + num_new_tokens + 1"),
     Planted("allocates at num_tokens % B == 0", "PagedKVCacheManager.allocate_slots",
-            "if num_tokens <= len(table) * self.block_size >= must_fit_tokens:",
+            "if num_tokens <= num_slots and must_fit_tokens <= num_slots:",
             "if table and request.num_tokens % self.block_size:"),
     Planted("refusal after a change", "PagedKVCacheManager.allocate_slots",
             "        if max(num_new_blocks, must_fit_blocks)",
@@ -189,19 +229,31 @@ PLANTED = [
             "        manager_copies = manager.copies\n"
             "        scheduled, _ = scheduler.schedule()\n"
             "        manager_copies()\n"
-            "        self._copies += early\n"),
+            "        manager = type('Early', (), {'copies': lambda self: early})()\n"),
     Planted("copies after the writes", "EngineCore.step",
-            "tokens = runner.run(scheduled, self._copies)",
-            "tokens = runner.run(scheduled, [])\n        runner.run([], self._copies)"),
-    Planted("copies of a step cut short are lost", "EngineCore.step",
-            "            runner.run([], self._copies)", "            pass"),
-    Planted("copies of a step cut short come twice", "EngineCore.step",
-            "runner.run(scheduled, self._copies)", "runner.run(scheduled, list(self._copies))"),
-    Planted("old copies together with new ones", "EngineCore.step",
-            "            runner.run([], self._copies)\n"
-            "        self._copies = None  # cut short here, nobody has them\n"
-            "        self._copies = list(manager.copies())",
-            "            pass\n        self._copies += list(manager.copies())"),
+            "tokens = self.runner.run(scheduled, copies)",
+            "tokens = self.runner.run(scheduled, [])\n        self.runner.run([], copies)"),
+    # Ends, samples, and steps that are cut short.
+    Planted("stops at the first that ends", "Scheduler.update",
+            "            ended += self.finish(request, reason, now)",
+            "            ended += self.finish(request, reason, now)\n            break"),
+    Planted("errors at the end are swallowed", "Scheduler.update",
+            "            ended += self.finish(request, reason, now)",
+            "            with __import__('contextlib').suppress(Exception):\n"
+            "                ended += self.finish(request, reason, now)"),
+    Planted("static samples at the tail", "StaticScheduler._fan_out",
+            "self.waiting.extendleft(reversed(alive))", "self.waiting.extend(alive)"),
+    Planted("the manager is not reset", "Scheduler.recover",
+            "            self.manager.reset()", "            pass"),
+    Planted("whoever ran is lost", "Scheduler.recover",
+            "self.running, self.waiting, self.admitted = [], deque(), []",
+            "lost = self.running\n"
+            "        self.running, self.waiting, self.admitted = [], deque(), []\n"
+            "        [self.requests.pop(request.request_id) for request in lost]"),
+    Planted("goes on where it was", "Scheduler.recover",
+            "            request.recount()\n",
+            "            before = request.num_computed_tokens\n            request.recount()\n"
+            "            request.num_computed_tokens = before\n"),
     Planted("tokens go to others", "EngineCore.step",
             "scheduler.update(scheduled, tokens,", "scheduler.update(scheduled, tokens[::-1],"),
 ]  # fmt: skip
@@ -378,7 +430,10 @@ def build(target, tree):
     code = compile(ast.fix_missing_locations(ast.Module([make], [])), f"<{target}>", "exec")
     names = {}
     exec(code, vars(module), names)
-    return names["make"](cls, TICKS)
+    function = names["make"](cls, TICKS)
+    # EngineCore.step is made whole after its class, where no decorator shows it.
+    is_whole = hasattr(vars(cls)[tree.name], "__wrapped__") and not tree.decorator_list
+    return whole(function) if is_whole else function
 
 
 _counted = {}  # the originals, their loops counted: a mutant may leave a ring for them to run in

@@ -145,7 +145,6 @@ class OracleRunner:
                 self.host[block_id] = records
             else:
                 self.pool[block_id * B : block_id * B + B] = records
-        copies.clear()  # done, whatever happens to the rest of the step
 
     def _write(self, scheduled):
         num_owners = {}

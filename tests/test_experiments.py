@@ -144,16 +144,21 @@ def test_recorders_stack_and_leave_in_any_order(order):
     core = paper.simulation_of(manager, paradox_step_time()).core
     recorders = {name: RefusalRecorder(core) for name in "ab"}
     requests = [Request(str(i), num_prompt_tokens=90, max_tokens=5) for i in range(4)]
-    assert manager.allocate_slots(requests[0], 90) is not None
-    assert manager.allocate_slots(requests[1], 90) is None
+
+    def refuse(request):  # behind the first, which stays
+        core.scheduler.waiting.appendleft(request)
+        core.scheduler.schedule()
+
+    core.scheduler.add(requests[0])
+    core.scheduler.schedule()
+    refuse(requests[1])
     recorders[order[0]].detach()
-    assert manager.allocate_slots(requests[2], 90) is None
+    refuse(requests[2])
     recorders[order[1]].detach()
-    assert manager.allocate_slots(requests[3], 90) is None
+    refuse(requests[3])
+    assert core.scheduler.refusal_observers == []
     assert [r.request_id for r in recorders[order[0]].refusals] == ["1"]
     assert [r.request_id for r in recorders[order[1]].refusals] == ["1", "2"]
-    if order == "ba":  # else the first one still passes calls on
-        assert "allocate_slots" not in vars(manager)
     assert recorders["a"].refusals[0][2:] == (0.06, 0.06, 0.94)
 
 

@@ -24,6 +24,7 @@ FLOORS = {
     "kv_cache": 2,
     "scheduler": 3,
     "workloads": 3,
+    "static_batching": 4,
     "core": 4,
     "simulator": 5,
     "model": 5,

@@ -107,6 +107,7 @@ def served():
     ):
         request.finish_reason = reason
     requests[1].num_preemptions = 1
+    requests[3].num_preemptions, requests[5].num_preemptions = 2, 3  # they cost time, ended or not
     return requests, out
 
 
@@ -130,7 +131,7 @@ def test_the_summary_against_a_plain_recomputation():
     assert got["request_throughput"] == pytest.approx(3 / duration)
     assert got["output_throughput"] == pytest.approx(8 / duration)
     assert got["total_token_throughput"] == pytest.approx(17 / duration)
-    assert got["num_preemptions"] == 1 and got["num_steps"] == 6
+    assert got["num_preemptions"] == 6 and got["num_steps"] == 6
     series = {
         "ttft": [m.ttft for m in of],
         "tpot": [m.tpot for m in of if m.tpot is not None],

@@ -436,6 +436,22 @@ def test_many_preemptions_are_fine_while_tokens_come():
 # -- samples -----------------------------------------------------------------------------------
 
 
+def test_the_ids_of_all_samples_are_taken_until_they_end():
+    samples = with_samples("a", 3, max_tokens=2)
+    core = core_with(samples[0], manager=MinimalManager(60, 2))
+    for name in [request.request_id for request in samples]:
+        with pytest.raises(ValueError, match=f"{name!r} is taken"):
+            core.scheduler.add(new(name))
+        twice = new("b")
+        twice.children = [new(name)]
+        with pytest.raises(ValueError, match=f"{name!r} is taken"):
+            core.scheduler.add(twice)
+    assert names(core.scheduler.waiting) == ["a0"]
+    steps_of(core)
+    for request in samples:
+        core.scheduler.add(new(request.request_id))
+
+
 class ForkingManager(MinimalManager):
     """Forks by computing nothing at all: good enough where only the schedule is looked at."""
 

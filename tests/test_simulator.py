@@ -10,9 +10,10 @@ from minikv.kv_cache.base import BlockCopy, OutOfKVMemory
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.model.loader import load
 from minikv.request import Request, SamplingParams
-from minikv.scheduler import BATCHING, ScheduledRequest, Scheduler
+from minikv.scheduler import ScheduledRequest, Scheduler
 from minikv.simulator import SimulatedRunner, Simulation, StepTime, VirtualClock, num_blocks_on
 from minikv.specs import GPU, ModelSpec, find_gpu, find_model
+from minikv.static_batching import BATCHING
 from minikv.workloads import sharegpt
 
 # Round numbers, so that a step can be reckoned by hand: 2 layers of 4 query and 2 kv heads of 8.

@@ -14,7 +14,8 @@ from minikv.kv_cache.base import OutOfKVMemory
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.model.loader import load
 from minikv.request import Request, SamplingParams
-from minikv.scheduler import NOT_FINITE, StaticScheduler
+from minikv.scheduler import NOT_FINITE
+from minikv.static_batching import StaticScheduler
 
 PROMPTS, OUTPUTS = (5, 2, 9, 1), (3, 7, 2, 4)
 
@@ -166,6 +167,31 @@ def test_samples_two_to_n_come_in_the_next_batch():
     assert finish(core) == [[]] * 4 + [["a", "b", "c"], [], [], ["a.1", "a.3"]]
     assert all(r.token_ids == reference_of(r) for r in (a, b, children[0], children[2]))
     assert children[1].finish_reason == "abort" and children[1].num_output_tokens == 0
+
+
+def test_samples_come_before_who_waits_already():
+    a = new("a", 4, 1)
+    a.children = [new(f"a.{i}", 4, 1, sample_index=i) for i in (1, 2)]
+    core = static(a, new("b"), new("c"), max_num_seqs=1)
+    assert [names for names in finish(core) if names] == [["a"], ["a.1"], ["a.2"], ["b"], ["c"]]
+
+
+def test_a_batch_that_was_cut_short_goes_on_with_what_is_known():
+    """Rows are formed anew around the tokens so far; whoever had ended leaves at once."""
+    requests = four()
+    core = static(*requests)
+    for _ in range(4):
+        core.step()
+    core.runner.cut_short = lambda when: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        core.step()
+    assert [r.finish_reason for r in requests] == ["length", None, "length", "length"]
+    assert requests[1].num_output_tokens == 4 and not core.manager.tables
+    core.runner.cut_short = lambda when: None
+    finish(core)
+    # Its 2 prompt tokens and 4 of output at once, then one by one.
+    assert core.runner.steps[5:] == [[("r1", 6)], [("r1", 1)], [("r1", 1)]]
+    assert [r.token_ids for r in requests] == [reference_of(r) for r in requests]
 
 
 def test_an_abort_before_the_first_token_ends_all_samples():

@@ -15,9 +15,10 @@ from minikv.core import EngineCore
 from minikv.kv_cache.base import KVCacheManager, MemoryReport
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.request import Request
-from minikv.scheduler import Scheduler, StaticScheduler
+from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
+from minikv.static_batching import StaticScheduler
 from minikv.viz import batch, gantt, pool, style
 
 ROOT = Path(__file__).resolve().parents[1]

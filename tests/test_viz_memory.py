@@ -12,6 +12,7 @@ from matplotlib.colors import to_hex
 
 from minikv.kv_cache.base import KVCacheManager, cdiv
 from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
+from minikv.kv_cache.extents import FITS
 from minikv.request import Request
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
@@ -599,8 +600,8 @@ def test_the_lab_counts_what_was_recorded(broken):
     assert broken.fullest.free_slots == min(m.free_slots for m in broken.recording.moments)
 
 
-@pytest.mark.parametrize("reserve", lab.RESERVES)
-@pytest.mark.parametrize("fit", lab.FITS)
+@pytest.mark.parametrize("reserve", RESERVE_POLICIES)
+@pytest.mark.parametrize("fit", FITS)
 def test_every_knob_of_the_lab_runs(fit, reserve):
     result = lab.lab_run(lab.LabSettings(fit=fit, reserve=reserve, rate=8.0))
     assert result.recording.moments[-1].num_slots == 6144
@@ -704,7 +705,7 @@ def test_without_a_kernel_the_lab_is_a_figure(broken):
         ({"long_share": 1.5}, "long_share is 1.5"),
         ({"num_slots": 100}, "num_slots is 100, but must be at least 4096"),
         ({"fit": "tight"}, "fit is 'tight'; known: first"),
-        ({"reserve": "all"}, "reserve is 'all'; known: exact"),
+        ({"reserve": "all"}, "reserve is 'all'; known: max, pow2"),
     ],
     ids=["rate", "long_share", "num_slots", "fit", "reserve"],
 )

@@ -15,9 +15,9 @@ import numpy as np
 from minikv.kv_cache.base import cdiv
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.request import Request, SamplingParams
-from minikv.scheduler import BATCHING
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import find_gpu, find_model
+from minikv.static_batching import BATCHING
 from minikv.workloads import sharegpt
 
 PROMPT_TOKENS, BLOCK_SIZE = 100, 16

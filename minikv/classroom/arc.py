@@ -78,6 +78,7 @@ MODULES = {
     "minikv.viz.softmax": 5,
     "minikv.kv_cache.contiguous": 2,
     "minikv.scheduler": 2,
+    "minikv.static_batching": 2,
     "minikv.core": 2,
     "minikv.simulator": 2,
     "minikv.simulator.refusals": 3,

@@ -159,9 +159,9 @@ def _parser():
 
 def _serve(args):
     from minikv.request import require_int
-    from minikv.scheduler import BATCHING
     from minikv.simulator import Simulation, StepTime, num_blocks_on
     from minikv.specs import find_model
+    from minikv.static_batching import BATCHING
 
     if args.manager is None:
         args.manager = "paged" if args.reserve is args.fit is None else "contiguous"

@@ -68,8 +68,17 @@ class KVCacheManager:
     num_new_tokens)` and `free(request)`, with `set_table` and `drop_table` for the tables; the
     rest is answered here from the tables. Arguments at their defaults are never passed.
 
+    owner: the scheduler that it serves, once that has admitted a request.
+
     Raises ValueError where num_blocks or block_size is below 1.
     """
+
+    owner = None
+
+    def __new__(cls, *args, **options):
+        self = super().__new__(cls)
+        self._made_with = args, options  # for reset()
+        return self
 
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks = require_int("num_blocks", num_blocks, at_least=1)
@@ -161,13 +170,34 @@ class KVCacheManager:
     def copies(self) -> list[BlockCopy]:
         """Drains the copies to be done before this step's writes. All sources are read as they
         were before the step, then all destinations are written; no destination appears twice.
-        What was drained counts as done: whoever drains it sees to it, also where a step fails."""
+        What was drained counts as done: where a step fails, all is computed anew."""
         return []
 
-    def restore(self) -> None:
-        """After a step or a free that was cut short, at any point: rebuilds from the tables what
-        the manager keeps beside them. The tables are the truth; everything else is an index. Here
-        that is nothing."""
+    def reset(self) -> None:
+        """Forgets everything: a manager made anew, by __init__ with the arguments that it was made
+        with. Books that were cut short in the middle of a change, at any point, cannot be mended
+        from themselves, least of all those of a class that is not known here.
+
+        What is put on an instance later (an observer, a counter) stays. A class whose __init__
+        is handed something that it fills, such as a free list of somebody else, replaces this."""
+        args, options = self._made_with
+        self.__init__(*args, **options)
+
+    # -- what an observer reads ---------------------------------------------------------------
+
+    def num_blocks_for(self, request, num_tokens: int) -> int:
+        """Blocks that a request is given at once so that its first num_tokens tokens have slots,
+        before an allocator rounds them up. What a refused request is measured against."""
+        return cdiv(num_tokens, self.block_size)
+
+    def free_extents(self) -> list:
+        """Where a request has to lie in one piece: the free pieces, (start, num_blocks) each, in
+        address order. [] where any free block will do, as it will here."""
+        return []
+
+    def num_rounding_slots(self, request_id) -> int:
+        """Slots at the end of a table that an allocator added to what was asked for."""
+        return 0
 
     def report(self, next_request=None) -> MemoryReport:
         """Where the slots are. next_request: measure `external` against what it needs."""

@@ -112,7 +112,8 @@ class ContiguousKVCacheManager(KVCacheManager):
         if num_tokens > self._most_slots or must_fit_tokens > self._most_slots:
             self._refuse(request, max(num_tokens, must_fit_tokens))
         table = self.tables.get(request.request_id, ())
-        if num_tokens <= len(table) * self.block_size >= must_fit_tokens:
+        num_slots = len(table) * self.block_size
+        if num_tokens <= num_slots and must_fit_tokens <= num_slots:
             return table
         round_up, num_held_blocks = self.allocator.round_up, len(table)
         num_asked_blocks = self.num_blocks_for(request, num_tokens)
@@ -203,21 +204,10 @@ class ContiguousKVCacheManager(KVCacheManager):
         self._origins.clear()
         return copies
 
-    def restore(self):
-        """A fresh allocator, in which the tables are in use. Raises InvariantBroken where two of
-        them overlap. What was asked for a table that is not known to fit it is taken as all of it.
-        """
-        allocator, asked = make_allocator(self.fit, self.num_blocks), {}
-        for request_id, table in self.tables.items():
-            if not allocator.allocate_at(table.start, len(table)):
-                raise InvariantBroken(f"the extent of {request_id!r}, {table}, is in use twice")
-            num_blocks = self._asked.get(request_id, len(table))
-            fits = allocator.round_up(num_blocks) == len(table)
-            asked[request_id] = num_blocks if fits else len(table)
-        origins = {r: origin for r, origin in self._origins.items() if r in self.tables}
-        self.allocator, self._asked, self._origins = allocator, asked, origins
-
     # -- the books ------------------------------------------------------------------------------
+
+    def free_extents(self):
+        return self.allocator.extents()
 
     def num_rounding_slots(self, request_id) -> int:
         """The last slots of its table, which the allocator added to what the policy asked for, as

@@ -38,7 +38,7 @@ class FreeKVCacheBlockQueue:
     num_free_blocks: blocks in the queue.
 
     Raises ValueError, naming the block, for one that is in the queue already (append), or is not
-    (remove), and when more are taken than there are; then nothing has changed.
+    (remove), and when more are taken than there are; that block, or that call, changes nothing.
     """
 
     def __init__(self, blocks=()):
@@ -68,25 +68,18 @@ class FreeKVCacheBlockQueue:
         self.append_n([block])
 
     def append_n(self, blocks) -> None:
-        """Puts blocks at the end, the first of them first."""
+        """Puts blocks at the end, the first of them first. An error leaves those before it in."""
         last, n = self.tail.prev_free_block, 0
-        for block in blocks:
-            if block.prev_free_block is not None:
-                self._undo_append(last)
-                raise ValueError(f"block {block.block_id} is in the free queue already")
-            block.prev_free_block, last.next_free_block = last, block
-            last = block
-            n += 1
-        last.next_free_block, self.tail.prev_free_block = self.tail, last
-        self.num_free_blocks += n
-
-    def _undo_append(self, last):
-        """Unlinks what append_n has linked so far; the tail still points to the old last block."""
-        while last is not self.tail.prev_free_block:
-            before = last.prev_free_block
-            last.prev_free_block = last.next_free_block = None
-            last = before
-        last.next_free_block = self.tail
+        try:
+            for block in blocks:
+                if block.prev_free_block is not None:
+                    raise ValueError(f"block {block.block_id} is in the free queue already")
+                block.prev_free_block, last.next_free_block = last, block
+                last = block
+                n += 1
+        finally:
+            last.next_free_block, self.tail.prev_free_block = self.tail, last
+            self.num_free_blocks += n
 
     def remove(self, block) -> None:
         """Takes a block out, wherever it stands."""
@@ -221,7 +214,8 @@ class PagedKVCacheManager(KVCacheManager):
         table = self.tables.get(request.request_id, ())
         # Tokens counted: those with K and V after this step. The one sampled at its end is not.
         num_tokens = request.num_computed_tokens + num_new_tokens
-        if num_tokens <= len(table) * self.block_size >= must_fit_tokens:
+        num_slots = len(table) * self.block_size
+        if num_tokens <= num_slots and must_fit_tokens <= num_slots:
             return table  # most decode steps end here
         if num_cached_tokens:
             raise ValueError(f"num_cached_tokens is {num_cached_tokens}, but nothing is cached")
@@ -240,14 +234,6 @@ class PagedKVCacheManager(KVCacheManager):
         most likely have in common with it, and the free queue should keep it longest."""
         blocks, table = self.block_pool.blocks, self.drop_table(request)
         self.block_pool.free_blocks([blocks[block_id] for block_id in reversed(table)])
-
-    def restore(self):
-        """A fresh pool, in which each block is as often held as tables name it. What is free is
-        then in the order of the block ids."""
-        pool = BlockPool(self.num_blocks)
-        for table in self.tables.values():
-            pool.touch([pool.blocks[block_id] for block_id in table])
-        self.block_pool = pool
 
     def check(self):
         """The invariants: a table's blocks exist, are not repeated, and are enough for the tokens

@@ -143,6 +143,8 @@ class Job:
     def __init__(self, request_id, prompt, prompt_token_ids, params, requests, tokenizer):
         self.request_id, self.prompt, self.params = request_id, prompt, params
         self.prompt_token_ids = prompt_token_ids
+        self.driven = False  # by generate or a stream, and nobody else waits for its outputs
+        self.withdrawn = False  # to be ended and told of to nobody
         self.samples = [Sample(request, tokenizer, params.stop) for request in requests]
 
     def snapshot(self, metrics) -> RequestOutput:

@@ -41,7 +41,6 @@ class ModelRunner:
         self._heads = torch.arange(self.num_kv_heads)
         self._scratch = Scratch()
         self.threads = new_threads(self.device)
-        self._num_layers_copied = 0  # by copies that were cut short
         self.last_step = None  # its StepContext, for the probe and for figures
 
     @torch.inference_mode()
@@ -158,11 +157,7 @@ class ModelRunner:
         )
 
     def _copy(self, copies):
-        """In each layer, all sources are read before any destination is written. Empties copies.
-
-        If it is cut short (no memory for a layer's sources, an interrupt), the same copies come
-        again first: then layers that are done are left alone, since their sources have changed.
-        """
+        """In each layer, all sources are read before any destination is written."""
         kinds = sorted({copy.kind for copy in copies} - {"device"})
         if kinds:
             raise NotImplementedError(f"copies of kind {', '.join(kinds)}: there is no host pool")
@@ -170,11 +165,8 @@ class ModelRunner:
         src = torch.cat([torch.arange(c.src, c.src + c.num_blocks) for c in copies])
         dst = torch.cat([torch.arange(c.dst, c.dst + c.num_blocks) for c in copies])
         src, dst = src.to(self.device), dst.to(self.device)
-        for pool in self.pools[self._num_layers_copied :]:
+        for pool in self.pools:
             pool[:, dst] = pool[:, src]
-            self._num_layers_copied += 1
-        self._num_layers_copied = 0
-        copies.clear()
 
     def _check_copies(self, copies):
         """A wrong index would wrap around, or write where nobody looks: no error, wrong answers."""

@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
 
 
 class RefusalRecorder:
-    """Stands in front of a core's `allocate_slots` and notes refusals; it decides nothing.
+    """Hears of a core's refusals from its scheduler, and notes them; it decides nothing.
 
     Counted is a waiting request's first attempt only: not those that follow while it stays at the
     head of the queue, not the growth of running requests, and not the return of a preempted one.
@@ -35,36 +35,23 @@ class RefusalRecorder:
     def __init__(self, core):
         self.refusals: list[Refusal] = []
         self.manager, self._clock, self._refused = core.manager, core.clock, set()
-        allocate_slots = core.manager.allocate_slots
-
-        def recorded(request, num_new_tokens, **extra):
-            table = allocate_slots(request, num_new_tokens, **extra)
-            # first_scheduled_time: who has it runs, or has run before it was preempted
-            if table is None and request.first_scheduled_time is None and self._attached:
-                self._note(request, num_new_tokens)
-            return table
-
-        # Another recorder may stand here already, and another may come in front.
-        self._before, self._recorded = vars(core.manager).get("allocate_slots"), recorded
-        self._attached = True
-        core.manager.allocate_slots = recorded
+        self._observers = core.scheduler.refusal_observers
+        self._observers.append(self._on_refusal)
 
     def detach(self):
-        self._attached = False
-        if vars(self.manager).get("allocate_slots") is self._recorded:
-            del self.manager.allocate_slots
-            if self._before is not None:
-                self.manager.allocate_slots = self._before
+        if self._on_refusal in self._observers:
+            self._observers.remove(self._on_refusal)
+
+    def _on_refusal(self, request, num_new_tokens):
+        # first_scheduled_time: who has it has run before, and was preempted
+        if request.first_scheduled_time is None and request.request_id not in self._refused:
+            self._refused.add(request.request_id)
+            self._note(request, num_new_tokens)
 
     def _note(self, request, num_new_tokens):
-        if request.request_id in self._refused:
-            return
-        self._refused.add(request.request_id)
         m = self.manager
-        largest, needed = m.num_free_blocks, -(-num_new_tokens // m.block_size)
-        if hasattr(m, "allocator"):
-            largest = m.allocator.largest_free_extent
-            needed = m.num_blocks_for(request, request.num_computed_tokens + num_new_tokens)
+        largest = max((blocks for _, blocks in m.free_extents()), default=m.num_free_blocks)
+        needed = m.num_blocks_for(request, request.num_computed_tokens + num_new_tokens)
         self.refusals.append(
             Refusal(
                 request.request_id,

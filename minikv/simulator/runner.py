@@ -118,6 +118,5 @@ class SimulatedRunner:
             self.num_copied_blocks += num_blocks
             seconds += num_blocks * self._s_per_block
             self.seconds_in_copies += num_blocks * self._s_per_block
-            copies.clear()
         self.clock.advance(seconds)
         return [0] * len(scheduled)

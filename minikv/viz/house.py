@@ -10,8 +10,8 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).resolve().parents[1]
 # The engine's floors, lowest first (a floor imports only those below it).
 ENGINE = (
-    "request", "specs", "metrics", "kv_cache", "scheduler", "workloads", "core", "simulator",
-    "model", "engine",
+    "request", "specs", "metrics", "kv_cache", "scheduler", "workloads", "static_batching", "core",
+    "simulator", "model", "engine",
 )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import Rectangle
 
-from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
+from minikv.kv_cache.extents import FITS
 from minikv.request import require_int, require_number
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
@@ -30,8 +31,6 @@ SHORT = (LogNormal(280, 0.3, low=200, high=1000), LogNormal(110, 0.9, low=4, hig
 LONG = (Uniform(600, 1500), LogNormal(110, 0.9, low=4, high=500))
 MIN_SLOTS = 2 * MAX_MODEL_LEN  # every request fits alone, whatever is reserved and rounded
 MOMENTS = 200  # recorded while requests arrive
-FITS = ("first", "best", "next", "worst", "buddy")
-RESERVES = ("exact", "max", "pow2", "double", "grow")
 DPI = 120  # of the widget's picture
 WIDTH, LEFT, ROOM = 6.2, 0.86, 5.2  # inches: of the picture, left of its axes, and of these
 CONTROL = "246px"  # wide, its name above it; less leaves no room for track and value
@@ -61,7 +60,7 @@ class LabSettings:
         require_number("long_share", self.long_share, at_least=0, at_most=1)
         require_int("num_slots", self.num_slots, at_least=MIN_SLOTS)
         require_int("seed", self.seed, at_least=0)
-        for name, known in (("fit", FITS), ("reserve", RESERVES)):
+        for name, known in (("fit", FITS), ("reserve", RESERVE_POLICIES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}")
 
@@ -272,8 +271,8 @@ class Lab:
                 w.FloatSlider, s.long_share, "share of long prompts", min=0, max=0.5, step=0.05
             ),
             "num_slots": control(w.IntSlider, s.num_slots, "slots in the pool", **pool),
-            "fit": control(w.SelectionSlider, s.fit, "fit", options=FITS),
-            "reserve": control(w.SelectionSlider, s.reserve, "reserve", options=RESERVES),
+            "fit": control(w.SelectionSlider, s.fit, "fit", options=list(FITS)),
+            "reserve": control(w.SelectionSlider, s.reserve, "reserve", options=RESERVE_POLICIES),
             "seed": control(w.IntSlider, s.seed, "seed of the traffic", min=0, max=20),
         }
         self._picture, self.image = LabPicture(compare=True), w.HTML()

@@ -6,15 +6,13 @@ room. The figures (maps, strips, fragmentation) are functions of it alone.
 
 import itertools
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
-from minikv.kv_cache.base import cdiv
 from minikv.request import require_int, require_number
 from minikv.simulator.refusals import RefusalRecorder
-from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, snapshot
+from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, snapshot_of
 
 ROUNDING = "rounding"
 STATES = (LIVE, RESERVED, INTERNAL, ROUNDING)  # of slots that somebody holds
@@ -168,12 +166,10 @@ class _RefusedMoments(RefusalRecorder):
         self._refused.add(request.request_id)
 
     def _note(self, request, num_new_tokens):
-        if request.request_id not in self._refused:
-            self._refused.add(request.request_id)
-            num_tokens = request.num_computed_tokens + num_new_tokens
-            needed = needed_slots(self.manager, request, num_tokens)
-            waiting = (Waiting(request.request_id, needed),)
-            self.refusals.append(moment(self._core)._replace(waiting=waiting))
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        needed = needed_slots(self.manager, request, num_tokens)
+        waiting = (Waiting(request.request_id, needed),)
+        self.refusals.append(moment(self._core)._replace(waiting=waiting))
 
 
 def moment(core) -> Moment:
@@ -191,12 +187,10 @@ def moment(core) -> Moment:
 def moment_of(manager, waiting=(), *, time_s=0.0, step=0, num_running=0) -> Moment:
     """The pool of a manager as it is now, for whoever calls it by hand. waiting: the requests in
     line. Live are num_computed_tokens slots of a request, as everywhere."""
-    snap = snapshot(SimpleNamespace(manager=manager), step)
-    cuts, rounding = (), {}
-    if hasattr(manager, "allocator"):  # a buddy allocator rounds up, and cannot join all neighbours
-        cuts = [extent.start * manager.block_size for extent in manager.allocator.extents()]
-    if hasattr(manager, "num_rounding_slots"):
-        rounding = {name: manager.num_rounding_slots(name) for name in snap.tables}
+    snap = snapshot_of(manager, step)
+    # a buddy allocator rounds up, and cannot join all neighbours
+    cuts = [start * manager.block_size for start, _ in manager.free_extents()]
+    rounding = {name: manager.num_rounding_slots(name) for name in snap.tables}
     return Moment(
         time_s=time_s,
         step=step,
@@ -217,11 +211,7 @@ def needed_slots(manager, request, num_tokens=None) -> int:
     it knows, unless given) have room: what the manager's policy reserves for them, before an
     allocator rounds it up; else a block for every block_size of them."""
     num_tokens = request.num_tokens if num_tokens is None else num_tokens
-    if hasattr(manager, "num_blocks_for"):  # ContiguousKVCacheManager, or who is asked likewise
-        num_blocks = manager.num_blocks_for(request, num_tokens)
-    else:
-        num_blocks = cdiv(num_tokens, manager.block_size)
-    return num_blocks * manager.block_size
+    return manager.num_blocks_for(request, num_tokens) * manager.block_size
 
 
 def runs_of(snap, cuts=(), rounding=None) -> list[Run]:

@@ -72,7 +72,13 @@ def snapshot(engine, step=None) -> PoolSnapshot:
 
     step: what to call this moment; the engine's own count of steps, unless given.
     """
-    manager, num_live, max_live = engine.manager, {}, {}
+    step = len(engine.metrics.steps) if step is None else step
+    return snapshot_of(engine.manager, step)
+
+
+def snapshot_of(manager, step) -> PoolSnapshot:
+    """The pool of a manager that may have no engine."""
+    num_live, max_live = {}, {}
     tables = {
         request_id: table if isinstance(table, range) else tuple(table)
         for request_id, table in manager.tables.items()
@@ -82,7 +88,6 @@ def snapshot(engine, step=None) -> PoolSnapshot:
         # A table that was set by hand has no request: all of it counts as reserved.
         num_live[request_id] = request.num_computed_tokens if request else 0
         max_live[request_id] = min(size, request.max_kv_tokens) if request else size
-    step = len(engine.metrics.steps) if step is None else step
     return PoolSnapshot(step, manager.num_blocks, manager.block_size, tables, num_live, max_live)
 
 

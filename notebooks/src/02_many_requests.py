@@ -29,7 +29,8 @@ import torch
 import minikv.viz as viz
 from minikv import LLM, ContiguousKVCacheManager, KVCacheManager, Request, SamplingParams, show
 from minikv.model.loader import load
-from minikv.scheduler import Scheduler, StaticScheduler
+from minikv.scheduler import Scheduler
+from minikv.static_batching import StaticScheduler
 from minikv.viz import batch, gantt
 
 _ = torch.set_grad_enabled(False)

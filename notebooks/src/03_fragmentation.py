@@ -23,9 +23,10 @@ import minikv.viz as viz
 from minikv import LLM, ContiguousKVCacheManager, Request, SamplingParams, show
 from minikv.experiments import FIG2_PAPER, NUM_SLOTS, fig2_run, paper_manager
 from minikv.kv_cache.extents import external_fragmentation, make_allocator
-from minikv.scheduler import Scheduler, StaticScheduler
+from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
+from minikv.static_batching import StaticScheduler
 from minikv.viz import MemoryRecorder, batch, gantt
 from minikv.viz.memory import enough_in_sum
 from minikv.workloads import alpaca, shared_header, sharegpt

@@ -39,7 +39,8 @@ from typing import NamedTuple
 from minikv import LLM, Request, SamplingParams
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.model.loader import load
-from minikv.scheduler import ScheduledRequest, Scheduler, StaticScheduler
+from minikv.scheduler import ScheduledRequest, Scheduler
+from minikv.static_batching import StaticScheduler
 
 tiny = load("tiny", dtype="float32", device="cpu")  # a random model: instant, its text is noise
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
