@@ -21,7 +21,7 @@ import nbformat
 import pytest
 
 from minikv import bootstrap
-from minikv.classroom.source import NOTEBOOK_METADATA, read_notebook, to_bytes
+from minikv.classroom.files import NOTEBOOK_METADATA, read_notebook, to_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from minikv.classroom.build import build_chapter
-from minikv.classroom.source import chapter_names
+from minikv.classroom.files import chapter_names
 
 SOURCES = Path(__file__).parent / "data" / "course"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from minikv.classroom import audit
-from minikv.classroom.source import CourseError
+from minikv.classroom.files import CourseError
 
 SOURCE = """# %% setup
 import math

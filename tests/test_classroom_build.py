@@ -12,11 +12,13 @@ import nbformat
 import pytest
 from classroom_course import built_course, copy_course, edit
 
-from minikv.classroom import build, shown, source
+from minikv.classroom import build, cells, shown, source
+from minikv.classroom import files as course_files
 from minikv.classroom.build import build_chapter, check_course
 from minikv.classroom.contents import CourseContents
+from minikv.classroom.files import CourseError
 from minikv.classroom.nbval_run import run_nbval
-from minikv.classroom.source import CourseError, read_source
+from minikv.classroom.source import read_source
 
 
 def files(root):
@@ -247,7 +249,7 @@ def test_exercise_cells_have_nbgraders_metadata_and_no_other_keys():
     for notebook in notebooks:
         for cell_id, (grade, solution, locked, points) in kinds.items():
             data = cell(notebook, cell_id).metadata.nbgrader
-            assert set(data) == source.NBGRADER_KEYS - (set() if grade else {"points"})
+            assert set(data) == cells.NBGRADER_KEYS - (set() if grade else {"points"})
             assert (data.grade, data.solution, data.locked) == (grade, solution, locked)
             assert (data.schema_version, data.task, data.get("points")) == (3, False, points)
             assert data.grade_id == cell_id and re.fullmatch("[0-9a-f]{32}", data.checksum)
@@ -261,7 +263,7 @@ def test_the_checksum_is_nbgraders():
 
     check = nbformat.v4.new_code_cell("print(1)", id="check-1-1")
     want = hashlib.md5(b"print(1)codeTrueFalseTruecheck-1-12.0").hexdigest()
-    assert source.nbgrader_metadata(check, "check", 2)["checksum"] == want
+    assert cells.nbgrader_metadata(check, "check", 2)["checksum"] == want
 
 
 # ------------------------------------------------------------------------------------- rebuilding
@@ -281,7 +283,7 @@ def test_edited_prose_keeps_outputs_and_edited_code_executes(tmp_path):
     seconds = -1.0  # a mark that only an execution replaces
     notebook = read(path)
     notebook.metadata.minikv.seconds = seconds
-    path.write_bytes(source.to_bytes(notebook))
+    path.write_bytes(course_files.to_bytes(notebook))
     edit(root / "notebooks/src/00_hello.py", "The smallest chapter", "A small chapter")
     assert build_chapter(root, "00_hello") == [path]
     assert "A small chapter" in read(path).cells[0].source
@@ -323,7 +325,7 @@ def test_an_edited_output_is_executed_away_and_force_executes_anew(tmp_path):
     assert cell(read(path), "block-size").outputs[0].text == "16\n"
     notebook = read(path)
     notebook.metadata.minikv.seconds = -1.0
-    path.write_bytes(source.to_bytes(notebook))
+    path.write_bytes(course_files.to_bytes(notebook))
     build_chapter(root, "01_slots", force=True)
     assert read(path).metadata.minikv.seconds > 0
     assert json.loads(path.read_text())["cells"] == json.loads(good)["cells"]
@@ -353,7 +355,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space"):
-        source.write_if_changed(path, b"new")
+        course_files.write_if_changed(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
@@ -469,7 +471,7 @@ def test_check_finds_what_was_changed_in_a_built_notebook(tmp_path, change, said
     path = root / "notebooks/01_slots.ipynb"
     notebook = read(path)
     change(notebook)
-    path.write_bytes(source.to_bytes(notebook))
+    path.write_bytes(course_files.to_bytes(notebook))
     problems = check_course(root)
     assert any(p.startswith(f"notebooks/01_slots: {said}") for p in problems), problems
 
@@ -490,7 +492,7 @@ def test_every_digit_of_every_stored_output_is_guarded(tmp_path, kind):
                 notebook.cells[number].outputs[0].text = (
                     text[: digit.start()] + other + text[digit.end() :]
                 )
-                path.write_bytes(source.to_bytes(notebook))
+                path.write_bytes(course_files.to_bytes(notebook))
                 assert check_course(root) != [], stored.id
 
 
@@ -517,9 +519,10 @@ def test_check_measures_cells_chapters_and_prose(tmp_path):
         if c.cell_type == "code":
             c.execution_count = number
     notebook.metadata["minikv"] = {
-        "source_hash": source.source_hash(notebook), "outputs_hash": source.outputs_hash(notebook),
-    }  # fmt: skip
-    (root / "notebooks/02_big.ipynb").write_bytes(source.to_bytes(notebook))
+        "source_hash": course_files.source_hash(notebook),
+        "outputs_hash": course_files.outputs_hash(notebook),
+    }
+    (root / "notebooks/02_big.ipynb").write_bytes(course_files.to_bytes(notebook))
     said = "\n".join(check_course(root))
     for problem in (
         "cell 'long' has 41 lines, over 40",
@@ -537,7 +540,7 @@ def test_check_wants_checks_to_print_and_exercises_to_be_current(tmp_path):
     good = path.read_bytes()
     notebook = read(path)
     cell(notebook, "check-1-2").outputs = []
-    path.write_bytes(source.to_bytes(notebook))
+    path.write_bytes(course_files.to_bytes(notebook))
     assert any("check 'check-1-2' must print" in p for p in check_course(root))
     path.write_bytes(good)
     edit(root / "exercises/01_slots.ipynb", "write num_blocks", "write this")

@@ -10,7 +10,7 @@ from classroom_course import built_course, copy_course, edit
 from minikv.classroom import check as check_module
 from minikv.classroom import work
 from minikv.classroom.check import check_notebook
-from minikv.classroom.source import CourseError
+from minikv.classroom.files import CourseError
 from minikv.classroom.submission import merge, read_submission
 
 RIGHT_1 = "def num_blocks(num_tokens):\n    return (num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE"

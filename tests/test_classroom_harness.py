@@ -18,9 +18,9 @@ from classroom_course import harness_course
 from minikv.classroom import harness
 from minikv.classroom.check import check_notebook
 from minikv.classroom.execute import execute
+from minikv.classroom.files import CourseError, read_notebook, to_bytes
 from minikv.classroom.harness import ask, explain, plain, same, text
 from minikv.classroom.harness.values import snapshot
-from minikv.classroom.source import CourseError, read_notebook, to_bytes
 from minikv.kv_cache.base import cdiv
 from minikv.kv_cache.paged import PagedKVCacheManager
 

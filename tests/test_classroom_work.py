@@ -6,7 +6,7 @@ import pytest
 from classroom_course import built_course, copy_course
 
 from minikv.classroom import build, work
-from minikv.classroom.source import CourseError, course_root
+from minikv.classroom.files import CourseError, course_root
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from nbconvert import HTMLExporter
 
 from minikv.classroom import audit
 from minikv.classroom.build import check_course
+from minikv.classroom.cells import exercise_of, role_of
+from minikv.classroom.files import chapter_names
 from minikv.classroom.nbval_run import run_nbval
-from minikv.classroom.source import chapter_names, exercise_of, role_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL_SECONDS = 300

@@ -52,17 +52,10 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from minikv.classroom.arc import without_magics
+from minikv.classroom.cells import exercise_of, role_of
+from minikv.classroom.files import CourseError, chapter_names, find_chapter
 from minikv.classroom.nbval_print import called_from
-from minikv.classroom.source import (
-    BEGIN,
-    END,
-    CourseError,
-    chapter_names,
-    exercise_of,
-    find_chapter,
-    read_source,
-    role_of,
-)
+from minikv.classroom.source import BEGIN, END, read_source
 
 MIN_WRONG = 5
 MIN_RIGHT = 2

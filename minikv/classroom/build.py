@@ -17,20 +17,19 @@ import sys
 from pathlib import Path
 
 from minikv.classroom import arc, prose, shown
-from minikv.classroom.source import (
+from minikv.classroom.cells import role_of
+from minikv.classroom.files import (
     CourseError,
     chapter_names,
     course_root,
-    exercise_from,
     find_chapter,
     outputs_hash,
     read_notebook,
-    read_source,
-    role_of,
     source_hash,
     to_bytes,
     write_if_changed,
 )
+from minikv.classroom.source import exercise_from, read_source
 
 MAX_CODE_LINES = 40
 MAX_CELLS = 90

@@ -21,16 +21,10 @@ from pathlib import Path
 import nbformat
 
 from minikv.classroom import work
+from minikv.classroom.cells import exercise_of, exercise_order, role_of
+from minikv.classroom.files import CourseError, course_root, to_bytes
 from minikv.classroom.nbval_run import run_nbval
-from minikv.classroom.source import (
-    CourseError,
-    course_root,
-    exercise_of,
-    exercise_order,
-    pristine_exercise,
-    role_of,
-    to_bytes,
-)
+from minikv.classroom.source import pristine_exercise
 from minikv.classroom.submission import merge, read_submission
 
 PASSED, WRITTEN = work.PASSED, work.WRITTEN

@@ -11,7 +11,7 @@ import sys
 
 from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
 
-from minikv.classroom.source import NOTEBOOK_METADATA
+from minikv.classroom.files import NOTEBOOK_METADATA
 
 VERSION = sys.version.split()[0]  # as ipykernel says it
 

@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from tqdm.auto import tqdm
 
-from minikv.classroom.source import CourseError, digest
+from minikv.classroom.files import CourseError, digest
 
 CELL_SECONDS = 600
 WIDGET = "application/vnd.jupyter.widget-view+json"

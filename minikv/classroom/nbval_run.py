@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from minikv.classroom.execute import kernel_environment
-from minikv.classroom.source import CourseError, read_notebook
+from minikv.classroom.files import CourseError, read_notebook
 
 
 def run_nbval(path, root, compare="all", cell_seconds=60):

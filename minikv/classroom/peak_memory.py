@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 
 from minikv.classroom.execute import execute, package_root
-from minikv.classroom.source import CourseError, read_notebook
+from minikv.classroom.files import CourseError, read_notebook
 
 # The peak counts pages of files, too (libraries, weights read in place), which the system can drop
 # and kernels share; RssAnon is what is the kernel's own.

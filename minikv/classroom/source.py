@@ -37,98 +37,32 @@ Each solution stands inside a function, so that in the exercise as shipped only 
 
 import ast
 import copy
-import hashlib
-import json
-import os
 import re
-import tempfile
 from pathlib import Path
 
 import nbformat
 
+from minikv.classroom.cells import (
+    CELL_ID,
+    ROLES,
+    exercise_of,
+    exercise_order,
+    nbgrader_metadata,
+    role_of,
+)
+from minikv.classroom.files import (
+    NOTEBOOK_METADATA,
+    CourseError,
+    checks_hash,
+    digest,
+    outputs_hash,
+    read_notebook,
+)
 from minikv.classroom.slides import set_slides
 
-CELL_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-ROLE_ID = re.compile(r"(ex|check|written)-(\d+)-(\d+)(-[A-Za-z0-9_-]+)?")
-ROLES = {"ex": "answer", "check": "check", "written": "written"}
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
-NBGRADER_KEYS = {
-    "schema_version", "grade", "solution", "locked", "task", "grade_id", "points", "checksum",
-    "cell_type",
-}  # fmt: skip
 # What jupytext adds for its own round trip; nothing of it belongs in a built notebook.
 JUPYTEXT_KEYS = ("title", "lines_to_next_cell", "lines_to_end_of_cell_marker", "cell_depth")
-NOTEBOOK_METADATA = {
-    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-    # What ipykernel says, and JupyterLab therefore writes; but without the version, since another
-    # Python's would change every file (classroom/contents.py).
-    "language_info": {
-        "codemirror_mode": {"name": "ipython", "version": 3},
-        "file_extension": ".py",
-        "mimetype": "text/x-python",
-        "name": "python",
-        "nbconvert_exporter": "python",
-        "pygments_lexer": "ipython3",
-    },
-}
-
-
-class CourseError(ValueError):
-    """The course (a source, a notebook, an answer file) is not as it must be; says where."""
-
-
-def course_root(given=None):
-    """The folder that holds `notebooks/`, `solutions/` and `exercises/`: as given, or this one.
-
-    It is absolute: a kernel, which works in another folder, imports minikv from it.
-    """
-    if given is not None:
-        root = Path(given).expanduser().resolve()
-        if not root.is_dir():
-            raise CourseError(f"there is no folder {given}")
-        if not any((root / kind).is_dir() for kind in ("notebooks", "solutions", "exercises")):
-            raise CourseError(f"{given} holds no course: no notebooks, solutions or exercises")
-        return root
-    for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
-        if (folder / "notebooks" / "src").is_dir():
-            return folder
-    raise CourseError(
-        f"no course found: neither {Path(__file__).resolve().parents[2]} nor {Path.cwd()} has a "
-        "folder notebooks/src; run this from the course's own folder"
-    )
-
-
-def chapter_names(root):
-    """All chapters that have a source, in order: `["00_welcome", "01_one_token"]`."""
-    sources = [*Path(root, "notebooks/src").glob("*.py"), *Path(root, "solutions/src").glob("*.py")]
-    return sorted({path.stem for path in sources})
-
-
-def find_chapter(names, wanted):
-    """The one of `names` that `wanted` means: `1`, `01` or `01_one_token`."""
-    number = f"{int(wanted):02d}" if wanted.isdecimal() else None
-    found = [name for name in names if name == wanted or name.split("_")[0] == number]
-    if len(found) != 1:
-        what = "no chapter" if not found else "more than one chapter"
-        raise CourseError(f"{what} {wanted!r}; there are: {', '.join(names) or 'none'}")
-    return found[0]
-
-
-def digest(*texts):
-    """Twelve hexadecimal digits: plenty for a course, short enough to read in a diff."""
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
-
-
-def role_of(cell):
-    """`answer`, `check`, `written`, or None for a cell that belongs to no exercise."""
-    match = ROLE_ID.fullmatch(cell.get("id") or "")
-    return ROLES[match[1]] if match else None
-
-
-def exercise_of(cell):
-    """`2.1` for the cells of exercise 2.1, None for others."""
-    match = ROLE_ID.fullmatch(cell.get("id") or "")
-    return f"{int(match[2])}.{int(match[3])}" if match else None
 
 
 def read_source(path):
@@ -216,36 +150,6 @@ def _set_metadata(cell, path):
         cell.metadata["tags"] = sorted(tags | {"nbval-check-output"})
     cell.metadata["nbgrader"] = nbgrader_metadata(cell, role, points)
     return problems
-
-
-def nbgrader_metadata(cell, role, points=None):
-    """nbgrader's cell metadata, schema 3, with no other keys."""
-    data = {
-        "schema_version": 3,
-        "grade": role in ("check", "written"),
-        "solution": role in ("answer", "written"),
-        "locked": role == "check",
-        "task": False,
-        "grade_id": cell.id,
-        "cell_type": cell.cell_type,
-    }
-    if data["grade"]:
-        data["points"] = points
-    return {**data, "checksum": _nbgrader_checksum(cell.source, data)}
-
-
-def _nbgrader_checksum(source, data):
-    # The order is nbgrader's own, so that its validator finds the cells unchanged.
-    parts = [source, data["cell_type"], data["grade"], data["solution"], data["locked"]]
-    parts.append(data["grade_id"])
-    if data["grade"]:
-        parts.append(float(data["points"]))
-    return hashlib.md5("".join(map(str, parts)).encode(), usedforsecurity=False).hexdigest()
-
-
-def exercise_order(exercise):
-    """A key that sorts `2.10` after `2.9`."""
-    return [int(part) for part in exercise.split(".")]
 
 
 def _exercise_problems(notebook, path):
@@ -358,57 +262,3 @@ def pristine_exercise(root, name):
             "(for instance with git checkout) and work in a copy: python -m minikv start"
         )
     return notebook
-
-
-def source_hash(notebook):
-    """Of what is executed: editing prose, or a tag, keeps the stored outputs."""
-    parts = []
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            raises = "raises-exception" in cell.metadata.get("tags", [])
-            parts += [cell.id, cell.source, str(raises)]
-    return digest(*parts)
-
-
-def outputs_hash(notebook):
-    return _hash_cells(c for c in notebook.cells if c.cell_type == "code")
-
-
-def checks_hash(notebook):
-    return _hash_cells(c for c in notebook.cells if role_of(c) == "check")
-
-
-def _hash_cells(cells):
-    parts = [[c.get("id"), c.source, c.execution_count, c.outputs] for c in cells]
-    return digest(json.dumps(parts, sort_keys=True))
-
-
-def to_bytes(notebook):
-    """The file's bytes: the same notebook always gives the same ones."""
-    nbformat.validate(notebook)
-    return (nbformat.writes(notebook, version=4).rstrip("\n") + "\n").encode()
-
-
-def read_notebook(path):
-    try:
-        return nbformat.reads(Path(path).read_text(encoding="utf-8"), as_version=4)
-    except Exception as error:  # nbformat raises whatever its parser happened to meet
-        raise CourseError(f"{path} is not a readable notebook: {error}") from error
-
-
-def write_if_changed(path, data):
-    """Writes whole or not at all, and only when the bytes differ; returns whether it wrote."""
-    path = Path(path)
-    if path.exists() and path.read_bytes() == data:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return True

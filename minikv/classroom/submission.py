@@ -17,7 +17,8 @@ from pathlib import Path
 import nbformat
 
 from minikv.classroom.arc import without_magics
-from minikv.classroom.source import CourseError, role_of
+from minikv.classroom.cells import role_of
+from minikv.classroom.files import CourseError
 
 MAX_BYTES = 50_000_000
 MIN_LETTERS = 20  # of a written answer: about a sentence

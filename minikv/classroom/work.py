@@ -14,18 +14,17 @@ from pathlib import Path
 
 import nbformat
 
-from minikv.classroom.source import (
+from minikv.classroom.cells import exercise_of, role_of
+from minikv.classroom.files import (
     CourseError,
     course_root,
     digest,
-    exercise_of,
     find_chapter,
-    pristine_exercise,
     read_notebook,
-    role_of,
     to_bytes,
     write_if_changed,
 )
+from minikv.classroom.source import pristine_exercise
 from minikv.classroom.submission import found_cells, merge, read_submission
 
 PASSED, WRITTEN = "passed", "written"  # what counts as done, coded or in words

@@ -69,7 +69,7 @@ def chapter(number, root):
     if missing(JUPYTER):
         return part(name, "not run", f"not installed: {', '.join(missing(JUPYTER))}")
     from minikv.classroom.execute import execute
-    from minikv.classroom.source import CourseError, read_notebook
+    from minikv.classroom.files import CourseError, read_notebook
     from minikv.model.fetch import is_fetched
 
     if not is_fetched():
