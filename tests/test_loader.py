@@ -320,7 +320,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path, content, reason):
 @pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model"])
 def test_a_sentencepiece_model_alone_names_what_is_missing(tmp_path, name, monkeypatch):
     """As Llama 2 and Mistral 7B v0.1 came first; transformers would ask for tiktoken."""
-    monkeypatch.setattr(loader.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(transformers.utils, "is_protobuf_available", lambda: False)
     tiny.tiny_model().save_pretrained(tmp_path)
     (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     with pytest.raises(ValueError, match=f"its {name}: .*SentencePiece.*tokenizer.json.*pip") as e:

@@ -11,7 +11,6 @@ Three kinds of name:
 
 import contextlib
 import difflib
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -143,15 +142,18 @@ def _why_no_sentencepiece(folder, files) -> str | None:
     """transformers takes a file that it cannot read for tiktoken's, and asks for that package.
     (A SentencePiece model is a protocol buffer whose first field has number 1; tiktoken's is
     text.)"""
-    if "tokenizer.json" in files or importlib.util.find_spec("sentencepiece"):
+    has = transformers.utils
+    if "tokenizer.json" in files or (
+        has.is_sentencepiece_available() and has.is_protobuf_available()
+    ):
         return None
     for name in {"tokenizer.model", "spiece.model"}.intersection(files):
         with open(folder / name, "rb") as file:
             if file.read(1) == b"\n":
                 return (
-                    f"{name} is a SentencePiece model, and the package that reads those is not "
+                    f"{name} is a SentencePiece model, and the packages that read those are not "
                     "installed. Put the same model's tokenizer.json beside it (most have one on "
-                    "the hub), or install the package: pip install sentencepiece"
+                    "the hub), or: pip install sentencepiece protobuf"
                 )
     return None
 
