@@ -3,7 +3,7 @@
 Not collected by name (it takes a minute, a browser and Playwright, which the course does not need):
 
     pip install playwright; apt-get install chromium
-    python -m pytest tests/browser_lab.py [--shots FOLDER]
+    python -m pytest tests/browser_lab.py     # MINIKV_SHOTS=FOLDER keeps screenshots
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from minikv import bootstrap
 from minikv.classroom.files import NOTEBOOK_METADATA, read_notebook, to_bytes
+from minikv.commands.lab import jupyter_command
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -55,7 +55,7 @@ def served(course, home, theme):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = bootstrap.jupyter_command(sys.executable, [], {}, is_root=True)
+    command = jupyter_command(sys.executable, [], {}, is_root=True)
     command = [part for part in command if "root_dir" not in part]  # it takes one alone
     command += [f"--ServerApp.root_dir={course}", f"--ServerApp.port={port}"]
     command += ["--IdentityProvider.token=", "--LabApp.extension_manager=readonly"]

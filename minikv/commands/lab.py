@@ -38,7 +38,7 @@ def has_desktop(environ):
 
 
 def jupyter_command(python, extra, environ, is_root):
-    """JupyterLab on the first chapter. The later of two equal options counts, so `extra` wins."""
+    """JupyterLab on the first chapter. What is in `extra` wins; a second root_dir is an error."""
     command = [
         python,
         "-m",
