@@ -13,12 +13,18 @@ import sys
 COMMANDS = {
     "lab": ("minikv.commands.lab:main", "set everything up and open the course in JupyterLab"),
     "test": ("minikv.commands.test:main", "set everything up and run all tests"),
-    "test-gpu": ("minikv.gpu:main", "test on an NVIDIA GPU; says so where there is none"),
+    "test-gpu": ("minikv.commands.gpu:main", "test on an NVIDIA GPU; says so where there is none"),
     "fresh": ("minikv.commands.fresh:main", "try both as on a machine that never saw the course"),
-    "doctor": ("minikv.doctor:main", "say whether this machine is ready, and what works on it"),
-    "generate": ("minikv.generate:main", "answer a prompt, streaming"),
-    "simulate": ("minikv.simulate:main", "serve simulated traffic on a GPU that is not here"),
-    "bench": ("minikv.bench:main", "measure this engine beside transformers and vLLM"),
+    "doctor": (
+        "minikv.commands.doctor:main",
+        "say whether this machine is ready",
+    ),
+    "generate": ("minikv.commands.generate:main", "answer a prompt, streaming"),
+    "simulate": (
+        "minikv.commands.simulate:main",
+        "serve traffic on a GPU that is not here",
+    ),
+    "bench": ("minikv.commands.bench:main", "measure this engine beside transformers and vLLM"),
     "start": ("minikv.classroom.work:main_start", "copy a chapter's exercises to work/"),
     "check": ("minikv.classroom.check:main", "check your exercises, one by one"),
     "reset": ("minikv.classroom.work:main_reset", "restore an exercise as shipped"),

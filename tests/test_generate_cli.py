@@ -6,8 +6,8 @@ import pytest
 
 from minikv import __main__
 from minikv.commands import environment
+from minikv.commands.generate import main
 from minikv.engine import LLM
-from minikv.generate import main
 from minikv.request import SamplingParams
 
 TINY = ["--model", "tiny", "--dtype", "float32", "--max-tokens", "12"]

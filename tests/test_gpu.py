@@ -12,8 +12,8 @@ import nbformat
 import pytest
 import torch
 
-from minikv import __main__, gpu
-from minikv.commands import steps
+from minikv import __main__
+from minikv.commands import gpu, steps
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -52,7 +52,7 @@ def with_gpu(monkeypatch):
     def run(command, **environ):
         assert os.environ["HF_HUB_OFFLINE"] == "1"
         text = " ".join(map(str, command))
-        name = "bench" if "bench --kernel" in text else "gpu_checks.py"
+        name = "bench" if "bench kernel" in text else "gpu_checks.py"
         assert name in text
         if writes[name] is None:
             return 139
@@ -66,7 +66,7 @@ def with_gpu(monkeypatch):
 def test_all_parts_are_gathered(with_gpu, capsys):
     result = gpu.test()
     assert result["status"] == "passed" and result["reason"] == "2 passed, 3 not run"
-    assert [p["part"] for p in result["parts"]] == ["identity", "00", "01", "05", "bench --kernel"]
+    assert [p["part"] for p in result["parts"]] == ["identity", "00", "01", "05", "bench kernel"]
     assert "PASSED: 2 passed, 3 not run" in capsys.readouterr().out
 
 

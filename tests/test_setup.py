@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from minikv import __main__, doctor
-from minikv.commands import environment, fresh, lab, steps, test
+from minikv import __main__, machine
+from minikv.commands import doctor, environment, fresh, lab, steps, test
 
 PACKAGE = Path(__main__.__file__).parent
 SETUP = [
@@ -34,7 +34,7 @@ def test_an_old_python_can_read_what_tells_it_that_it_is_old(file):
 
 
 @pytest.mark.parametrize(
-    ("machine", "message"),
+    ("found", "message"),
     [
         (((3, 8, 18), "Linux", "x86_64", True), "this is Python 3.8.18; the course needs Python"),
         (((3, 10, 0), "Windows", "AMD64", True), "3.11 to 3.14"),
@@ -44,13 +44,13 @@ def test_an_old_python_can_read_what_tells_it_that_it_is_old(file):
         (((3, 12, 1), "Windows", "ARM64", True), "Windows on ARM"),
     ],
 )
-def test_a_python_without_a_pytorch_build_is_refused(machine, message):
+def test_a_python_without_a_pytorch_build_is_refused(found, message):
     with pytest.raises(steps.SetupError, match=message):
-        environment.check_python(*machine)
+        environment.check_python(*found)
 
 
 @pytest.mark.parametrize(
-    "machine",
+    "found",
     [
         ((3, 11, 0), "Linux", "x86_64", True),
         ((3, 14, 2), "Linux", "aarch64", True),
@@ -58,8 +58,8 @@ def test_a_python_without_a_pytorch_build_is_refused(machine, message):
         ((3, 13, 0), "Windows", "AMD64", True),
     ],
 )
-def test_a_python_with_one_is_accepted(machine):
-    environment.check_python(*machine)
+def test_a_python_with_one_is_accepted(found):
+    environment.check_python(*found)
 
 
 def test_the_interpreter_lies_elsewhere_on_windows():
@@ -172,7 +172,7 @@ def test_a_half_installed_package_is_forgotten(course):
 
 
 def test_an_environment_of_another_python_is_made_anew(course, monkeypatch):
-    monkeypatch.setattr(environment, "check_python", lambda *machine: None)
+    monkeypatch.setattr(environment, "check_python", lambda *found: None)
     course["probe"][1] = [3, 9]
     environment.ensure_environment()
     assert course["steps"][0] == "-m venv --clear"
@@ -199,7 +199,7 @@ def test_without_a_gpu_the_cpu_build_of_pytorch_comes_first(course, monkeypatch,
     pip = "-m pip install"
     assert course["steps"] == ["-m ensurepip --default-pip", f"{pip} of the CPU-only build", pip]
     said = capsys.readouterr().out
-    assert "about 500 MB are downloaded" in said and "Ctrl-C" not in said
+    assert "about 450 MB are downloaded" in said and "Ctrl-C" not in said
     environment.STAMP.unlink()  # there already: not taken again
     course["steps"].clear()
     environment.ensure_environment()
@@ -418,7 +418,7 @@ def test_fresh_runs_both_commands_in_a_copy_and_stops_at_the_first_that_fails(
 
 
 def test_the_facts_are_plain_data():
-    found = doctor.facts()
+    found = machine.facts()
     assert json.loads(json.dumps(found)) == found
     assert found["cores"] >= 1
     assert found["packages"]["torch"].startswith("2.13.0")
@@ -461,7 +461,7 @@ def test_the_threads_have_a_line_with_the_reason(monkeypatch):
 
 def test_a_cache_folder_that_cannot_be_is_a_line(monkeypatch):
     monkeypatch.setenv("MINIKV_CACHE", "~nosuchuser/x")
-    found = doctor.model_facts()
+    found = machine.model_facts()
     assert (found["model_dir"], found["model_fetched"]) == (None, False)
     status, text, _ = doctor.check_model(found)
     assert status == "PROBLEM" and "MINIKV_CACHE is '~nosuchuser/x'" in text
@@ -469,7 +469,7 @@ def test_a_cache_folder_that_cannot_be_is_a_line(monkeypatch):
 
 def test_a_bare_python_gets_lines_and_no_traceback():
     # -S and -I leave out site-packages: a Python in which nothing is installed.
-    script = "import sys; sys.path.insert(0, sys.argv[1]); from minikv import doctor; "
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from minikv.commands import doctor; "
     script += "sys.exit(doctor.main([]))"
     result = subprocess.run(
         [sys.executable, "-I", "-S", "-c", script, str(PACKAGE.parent)],
@@ -536,7 +536,7 @@ def test_the_kernel_is_compiled_by_the_module_that_is_run(tmp_path):
 def test_what_the_package_imports_is_pinned():
     optional = {"triton", "vllm"}  # used where they are installed
     owners = importlib.metadata.packages_distributions()
-    pins = {name.lower() for name in doctor.pins()}
+    pins = {name.lower() for name in machine.pins()}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

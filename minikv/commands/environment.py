@@ -25,8 +25,8 @@ OLDEST, NEWEST = (3, 11), (3, 14)  # NEWEST: the last Python that the pinned PyT
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # Measured on Linux with an empty pip cache: packages and model, then what they take on the disk.
 DOWNLOAD = {
-    "cpu": "about 500 MB are downloaded, and take 2.5 GB of disk",
-    "ordinary": "about 3 GB are downloaded, and take 7 GB of disk",
+    "cpu": "about 450 MB are downloaded, and take 2.5 GB of disk",
+    "ordinary": "about 3 GB are downloaded, and take 5.5 GB of disk",
 }
 
 

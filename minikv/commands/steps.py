@@ -46,7 +46,7 @@ _CAUSES = [
     (
         ("no space left", "errno 28", "not enough space", "disk quota"),
         "the disk is full ({free}). Make room: the environment takes 2.5 GB, "
-        "with PyTorch's CUDA build 7 GB",
+        "with PyTorch's CUDA build 5.5 GB",
     ),
     (
         (

@@ -2,7 +2,7 @@
 
 Nothing is installed and nothing fetched. The parts: the checks of tests/gpu_checks.py (backends
 against float64; in float32, output equal to the dense cache's token for token), the chapters that
-run on whatever device there is, and `bench --kernel`. Exit status: 0 if nothing failed, which is
+run on whatever device there is, and `bench kernel`. Exit status: 0 if nothing failed, which is
 also so where there is no GPU and nothing was tested (the last line and the JSON's status say it);
 1 if something failed, or a GPU is there and the packages for testing it are not.
 """
@@ -83,11 +83,11 @@ def chapter(number, root):
 
 
 def kernel():
-    status, result = command(["-m", "minikv", "bench", "--kernel"])
+    status, result = command(["-m", "minikv", "bench", "kernel"])
     if result is None:
-        return part("bench --kernel", "failed", f"ended with exit status {status}")
+        return part("bench kernel", "failed", f"ended with exit status {status}")
     said = {"run": "passed"}.get(result["status"], result["status"])
-    return part("bench --kernel", said, result["reason"], result=result)
+    return part("bench kernel", said, result["reason"], result=result)
 
 
 def main(argv):
@@ -126,7 +126,7 @@ def test(model=None):
     for number in CHAPTERS:
         print(f"-- chapter {number}", flush=True)
         parts.append(chapter(number, steps.ROOT))
-    print("-- bench --kernel", flush=True)
+    print("-- bench kernel", flush=True)
     parts.append(kernel())
 
     print()
