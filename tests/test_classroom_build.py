@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from classroom_course import built_course, copy_course, edit
 
@@ -16,6 +17,7 @@ from minikv.classroom import build, cells, shown, source
 from minikv.classroom import files as course_files
 from minikv.classroom.build import build_chapter, check_course
 from minikv.classroom.contents import CourseContents
+from minikv.classroom.execute import execute
 from minikv.classroom.files import CourseError
 from minikv.classroom.nbval_run import run_nbval
 from minikv.classroom.source import read_source
@@ -586,3 +588,11 @@ def test_the_check_command_prints_seconds_all_problems_and_what_is_stale(tmp_pat
 
 def test_an_empty_course_is_clean(tmp_path):
     assert check_course(tmp_path) == []
+
+
+def test_no_kernel_outlives_its_notebook(tmp_path):
+    """Each holds a gigabyte; all those of a build stayed to its end."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import os; os.getpid()")])
+    (tmp_path / "notebooks").mkdir()
+    execute(notebook, tmp_path, "any")
+    assert not psutil.pid_exists(int(notebook.cells[0].outputs[0].data["text/plain"]))

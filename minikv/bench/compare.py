@@ -11,8 +11,7 @@ from minikv.bench import machine
 
 def measure(chosen, settings, workload, rounds):
     """(kind, num_seqs) -> [(Run, cores that others kept busy), ...], one for each round; and
-    (kind, num_seqs) -> {"attention_backend", "threads"}, what ran, None where an engine has no such
-    choice."""
+    (kind, num_seqs) -> {"attention_backend", "threads"}: what ran, None where there's no choice."""
     from minikv.bench import engines as E  # imports torch and transformers
 
     # A full batch each, so that no buffer grows and no kernel is first seen while it counts.

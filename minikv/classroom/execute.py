@@ -67,7 +67,10 @@ def execute(notebook, root, name):
         tempfile.TemporaryDirectory() as scratch,
         # The kernel process's own complaints (its transport, its shutdown) are nobody's output.
         open(Path(scratch, "kernel.log"), "w+") as log,
-        client.setup_kernel(env=kernel_environment(root, scratch), stdout=log, stderr=log),
+        # cleanup_kc: without it, every notebook's kernel stays, with its gigabyte, to the end.
+        client.setup_kernel(
+            env=kernel_environment(root, scratch), stdout=log, stderr=log, cleanup_kc=True
+        ),
     ):
         for index, cell in tqdm(code, desc=name, unit="cell", disable=None):
             _run_cell(client, cell, index, name)
