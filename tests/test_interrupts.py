@@ -422,6 +422,7 @@ def test_all_who_end_in_one_step_end_though_none_can_be_freed():
     with pytest.raises(RuntimeError, match="of a"):  # told, and told once
         core.step()
     assert [r.finish_reason for r in requests] == ["length"] * 3 and core.num_ended == 3
+    assert [r.finish_time for r in requests] == [1.0] * 3
     assert core.manager.num_free_blocks == 12 and not core.scheduler.has_unfinished_requests
 
 
