@@ -103,6 +103,7 @@ test_paged.test_what_nobody_holds_cannot_be_freed_and_nothing_changes
     BlockPool.free_blocks: each.ref_cnt += 1: 1 => 2
     BlockPool.free_blocks: each.ref_cnt += 1: 1 => 0
 test_relocation.test_a_running_request_can_be_asked_to_fit_as_well
+    ContiguousKVCacheManager.allocate_slots: must_fit_tokens <= num_slots: <= => <
     ContiguousKVCacheManager._place: without return None
 test_relocation.test_an_admission_takes
     ContiguousKVCacheManager.num_blocks_for: without if self.reserve == 'double':
@@ -193,6 +194,20 @@ test_scheduler.test_tokens_and_entries_must_be_equally_many
     Scheduler.update: zip(scheduled, tokens, strict=True): True => False
 test_static.test_samples_come_before_who_waits_already
     planted: static samples at the tail
+test_scheduler.test_a_forked_sample_runs_the_last_prompt_token_itself
+    Scheduler._fan_out: without child.first_scheduled_time = parent.f...
+    Scheduler._fan_out: parent.num_prompt_tokens - 1: 1 => 2
+test_scheduler.test_a_prompt_of_one_token_has_nothing_to_share
+    Scheduler._fan_out: child.num_computed_tokens > 0: > => >=
+    Scheduler._fan_out: child.num_computed_tokens > 0: 0 => -1
+test_scheduler.test_no_more_samples_are_forked_than_may_run
+    Scheduler._fan_out: (0, -1): 1 => 2
+    Scheduler._fan_out: (0, -1): 1 => 0
+test_scheduler.test_a_prompt_of_two_tokens_shares_one
+    Scheduler._fan_out: child.num_computed_tokens > 0: 0 => 1
+test_scheduler.test_a_late_abort_does_not_hit_the_next_bearer_of_the_name
+    Scheduler.finish: without if not self.is_unfinished(request):
+    Scheduler.finish: without return []
 """)
 
 # No caller who keeps to the contract can tell these from the original.
