@@ -34,11 +34,7 @@ LOOP_LIMIT = 50_000  # passes through the targets' loops in one trace; the longe
 
 PAGED, CONTIGUOUS = "minikv.kv_cache.paged", "minikv.kv_cache.contiguous"
 BASE, SCHEDULER, CORE = "minikv.kv_cache.base", "minikv.scheduler", "minikv.core"
-EXTENTS, BUDDY, STATIC = (
-    "minikv.kv_cache.extents",
-    "minikv.kv_cache.buddy",
-    "minikv.static_batching",
-)
+STATIC = "minikv.static_batching"
 TARGETS = {  # function -> its module
     "FreeKVCacheBlockQueue.popleft_n": PAGED,
     "FreeKVCacheBlockQueue.append_n": PAGED,
@@ -55,23 +51,6 @@ TARGETS = {  # function -> its module
     "ContiguousKVCacheManager._moves": CONTIGUOUS,
     "ContiguousKVCacheManager.free": CONTIGUOUS,
     "ContiguousKVCacheManager.copies": CONTIGUOUS,
-    "CoalescingAllocator.allocate": EXTENTS,
-    "CoalescingAllocator.allocate_at": EXTENTS,
-    "CoalescingAllocator.free": EXTENTS,
-    "CoalescingAllocator.extend": EXTENTS,
-    "CoalescingAllocator._free_behind": EXTENTS,
-    "NextFit._choose": EXTENTS,
-    "NextFit.allocate": EXTENTS,
-    "SizeOrderedAllocator._resize": EXTENTS,
-    "SizeOrderedAllocator._first_of_at_least": EXTENTS,
-    "BestFit._choose": EXTENTS,
-    "WorstFit._choose": EXTENTS,
-    "Buddy.round_up": BUDDY,
-    "Buddy.allocate": BUDDY,
-    "Buddy.allocate_at": BUDDY,
-    "Buddy._cut": BUDDY,
-    "Buddy.free": BUDDY,
-    "Buddy.extend": BUDDY,
     "KVCacheManager.set_table": BASE,
     "KVCacheManager.drop_table": BASE,
     "Scheduler.schedule": SCHEDULER,
@@ -81,18 +60,11 @@ TARGETS = {  # function -> its module
     "Scheduler.update": SCHEDULER,
     "Scheduler._fan_out": SCHEDULER,
     "Scheduler.finish": SCHEDULER,
-    "Scheduler._mark": SCHEDULER,
-    "Scheduler._forget": SCHEDULER,
     "Scheduler.recover": SCHEDULER,
-    "StaticScheduler.schedule": STATIC,
-    "StaticScheduler._form_batch": STATIC,
-    "StaticScheduler.update": STATIC,
     "StaticScheduler._fan_out": STATIC,
-    "StaticScheduler.finish": STATIC,
-    "StaticScheduler._leave": STATIC,
-    "StaticScheduler.recover": STATIC,
     "EngineCore.step": CORE,
 }
+PLANTED_ONLY = ("Scheduler.recover", "StaticScheduler._fan_out")  # nothing is generated from them
 UNIT_TESTS = {  # the tests of a module that need no more than minikv's accounting
     PAGED: ("test_paged",),
     CONTIGUOUS: ("test_contiguous", "test_relocation"),
@@ -100,14 +72,10 @@ UNIT_TESTS = {  # the tests of a module that need no more than minikv's accounti
     SCHEDULER: ("test_scheduler", "test_core", "test_interrupts"),
     CORE: ("test_core", "test_relocation", "test_interrupts"),
     STATIC: ("test_static", "test_interrupts"),
-    EXTENTS: ("test_extents",),
-    BUDDY: ("test_extents",),
 }
 MANAGERS_OF = {  # those that run the code of the module; the others cannot tell
     PAGED: [name for name in MANAGERS if name.startswith("paged")],
     CONTIGUOUS: [name for name in MANAGERS if name.startswith("contiguous")],
-    EXTENTS: [name for name in MANAGERS if name.startswith("contiguous")],
-    BUDDY: [name for name in MANAGERS if name.startswith("contiguous")],
 }
 
 
@@ -296,7 +264,8 @@ def mutants() -> dict[str, Mutant]:
     """All, by id, in the order of TARGETS and of the text; then the planted ones."""
     found = {}
     for target in TARGETS:
-        for text, tree in _mutations(find(target)[-1]):
+        generated = () if target in PLANTED_ONLY else _mutations(find(target)[-1])
+        for text, tree in generated:
             _put(found, f"{target}: {text}", target, tree)
     for name, target, old, new in PLANTED:
         _, _, source, original = find(target)

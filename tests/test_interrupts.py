@@ -422,6 +422,7 @@ def test_all_who_end_in_one_step_end_though_none_can_be_freed():
     with pytest.raises(RuntimeError, match="of a"):  # told, and told once
         core.step()
     assert [r.finish_reason for r in requests] == ["length"] * 3 and core.num_ended == 3
+    assert [r.finish_time for r in requests] == [1.0] * 3
     assert core.manager.num_free_blocks == 12 and not core.scheduler.has_unfinished_requests
 
 
@@ -492,18 +493,18 @@ class OfAnother(KVCacheManager):
 
 
 @pytest.mark.parametrize(
-    "manager",
+    "make",
     [
-        WithWords(12, 1, "x", "y", twice=True),
-        ByHandManager(12, 1),
-        OfAnother(12, 1, FirstFit(12)),
-        PagedKVCacheManager(12, 1, max_model_len=9),
-        grow(12),
+        lambda: WithWords(12, 1, "x", "y", twice=True),
+        lambda: ByHandManager(12, 1),
+        lambda: OfAnother(12, 1, FirstFit(12)),
+        lambda: PagedKVCacheManager(12, 1, max_model_len=9),
+        lambda: grow(12),
     ],
-    ids=lambda manager: type(manager).__name__,
+    ids=["words", "by hand", "of another", "paged", "grow"],
 )
-def test_a_manager_made_anew_forgets_all_but_what_it_was_made_with(manager):
-    request = Request("a", [1, 2], max_tokens=4)
+def test_a_manager_made_anew_forgets_all_but_what_it_was_made_with(make):
+    manager, request = make(), Request("a", [1, 2], max_tokens=4)
     before = {name: repr(value) for name, value in vars(manager).items()}
     observer = manager.observer = object()
     manager.allocate_slots(request, 2)

@@ -88,6 +88,10 @@ test_paged.test_touch_takes_a_free_block_out_of_the_middle
     BlockPool.touch: without self.free_block_queue.remove(block)
     BlockPool.touch: block.ref_cnt == 0: 0 => -1
 test_paged.test_what_a_running_request_still_needs_counts_the_blocks_it_has
+    PagedKVCacheManager.allocate_slots: without if num_tokens <= num_slots and must_f...
+    PagedKVCacheManager.allocate_slots: num_tokens <= num_slots: <= => <
+    PagedKVCacheManager.allocate_slots: must_fit_tokens <= num_slots: <= => >
+    PagedKVCacheManager.allocate_slots: must_fit_tokens <= num_slots: <= => <
     PagedKVCacheManager.allocate_slots: without return table #2
     PagedKVCacheManager.allocate_slots: max(0, cdiv(num_tokens, self.block_si...: 0 => 1
 test_paged.test_what_nobody_holds_cannot_be_freed_and_nothing_changes
@@ -99,6 +103,7 @@ test_paged.test_what_nobody_holds_cannot_be_freed_and_nothing_changes
     BlockPool.free_blocks: each.ref_cnt += 1: 1 => 2
     BlockPool.free_blocks: each.ref_cnt += 1: 1 => 0
 test_relocation.test_a_running_request_can_be_asked_to_fit_as_well
+    ContiguousKVCacheManager.allocate_slots: must_fit_tokens <= num_slots: <= => <
     ContiguousKVCacheManager._place: without return None
 test_relocation.test_an_admission_takes
     ContiguousKVCacheManager.num_blocks_for: without if self.reserve == 'double':
@@ -152,6 +157,8 @@ test_scheduler.test_a_waiting_request_whose_tokens_are_kept_goes_on_from_them
     Scheduler._admit: num_cached_tokens = 0: 0 => 1
     Scheduler._admit: num_cached_tokens = 0: 0 => -1
 test_scheduler.test_num_cached_tokens_tells_of_the_first_admission
+    Scheduler._check_progress: without if self._num_futile < MAX_FUTILE_PREE...
+    Scheduler._check_progress: self._num_futile < MAX_FUTILE_PREEMPT...: < => >=
     Scheduler.schedule: without if not scheduled:
     Scheduler.schedule: without self._check_progress(preempted)
     Scheduler.schedule: without preempted.append(victim)
@@ -167,6 +174,40 @@ test_scheduler.test_running_requests_come_first_then_waiting_ones_in_order
 test_scheduler.test_the_last_running_request_steps_back_to_the_head_of_the_queue
     planted: back to the tail of the queue
     planted: freed after its count is reset
+test_scheduler.test_many_preemptions_are_fine_while_tokens_come
+    Scheduler._check_progress: without if (request, request.num_tokens) != s...
+    Scheduler._check_progress: without self._stuck, self._num_futile = ((req...
+    Scheduler._check_progress: (request, request.num_tokens) != self...: != => ==
+test_scheduler.test_a_lone_request_that_never_gets_on_is_reported
+    Scheduler._check_progress: without self._num_futile += 1
+    Scheduler._check_progress: self._num_futile += 1: 1 => 2
+    Scheduler._check_progress: self._num_futile += 1: 1 => 0
+    Scheduler._check_progress: self._num_futile < MAX_FUTILE_PREEMPT...: < => <=
+    Scheduler._check_progress: ((request, request.num_tokens), 0): 0 => 1
+    Scheduler._check_progress: ((request, request.num_tokens), 0): 0 => -1
+test_interrupts.test_all_who_end_in_one_step_end_though_none_can_be_freed
+    Scheduler.update: without self._last_update = now
+    planted: errors at the end are swallowed
+test_scheduler.test_cache_blocks_comes_after_each_forward_and_before_the_new_token
+    Scheduler.update: without cache_blocks(request)
+test_scheduler.test_tokens_and_entries_must_be_equally_many
+    Scheduler.update: zip(scheduled, tokens, strict=True): True => False
+test_static.test_samples_come_before_who_waits_already
+    planted: static samples at the tail
+test_scheduler.test_a_forked_sample_runs_the_last_prompt_token_itself
+    Scheduler._fan_out: without child.first_scheduled_time = parent.f...
+    Scheduler._fan_out: parent.num_prompt_tokens - 1: 1 => 2
+test_scheduler.test_a_prompt_of_one_token_has_nothing_to_share
+    Scheduler._fan_out: child.num_computed_tokens > 0: > => >=
+    Scheduler._fan_out: child.num_computed_tokens > 0: 0 => -1
+test_scheduler.test_no_more_samples_are_forked_than_may_run
+    Scheduler._fan_out: (0, -1): 1 => 2
+    Scheduler._fan_out: (0, -1): 1 => 0
+test_scheduler.test_a_prompt_of_two_tokens_shares_one
+    Scheduler._fan_out: child.num_computed_tokens > 0: 0 => 1
+test_scheduler.test_a_late_abort_does_not_hit_the_next_bearer_of_the_name
+    Scheduler.finish: without if not self.is_unfinished(request):
+    Scheduler.finish: without return []
 """)
 
 # No caller who keeps to the contract can tell these from the original.

@@ -516,6 +516,11 @@ def test_a_prompt_of_one_token_has_nothing_to_share():
     assert names(scheduler.waiting) == ["a1", "a2"]
 
 
+def test_a_prompt_of_two_tokens_shares_one():
+    scheduler, _ = fan_out(num_prompt_tokens=2)
+    assert sorted(scheduler.manager.forks) == [("a0", "a1", 1), ("a0", "a2", 1)]
+
+
 def test_samples_are_made_once_even_if_the_parent_steps_back():
     samples = with_samples("a", 2, max_tokens=3)
     manager = ScriptedManager(MinimalManager(PLENTY, 1), refuse_calls(2, 3))
