@@ -30,6 +30,7 @@ FLOORS = {
     "model": 5,
     "engine": 6,
     "machine": 6,
+    "observe": 6,
     "viz": 7,
     "experiments": 7,
     "classroom": 8,
@@ -38,6 +39,7 @@ FLOORS = {
     "__main__": 10,
 }
 WITHOUT_TORCH = [part for part, floor in FLOORS.items() if floor <= 5 and part != "model"]
+WITHOUT_TORCH += ["observe", "viz", "experiments"]
 STDLIB_ONLY = ["minikv", "minikv.__main__", "minikv.commands.lab", "minikv.commands.test"]
 STDLIB_ONLY += ["minikv.commands.fresh"]
 

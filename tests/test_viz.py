@@ -13,12 +13,14 @@ import matplotlib
 import pytest
 
 from minikv.engine import LLM
+from minikv.observe import house
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, PoolSnapshot, slots_of, snapshot
 from minikv.request import SamplingParams
-from minikv.viz import house, players, pool, style
+from minikv.viz import players, pool, style
 from minikv.viz.first_light import QUESTIONS, first_light
 
 ROOT = Path(__file__).resolve().parents[1]
-STATES = (pool.LIVE, pool.RESERVED, pool.INTERNAL, pool.FREE)
+STATES = (LIVE, RESERVED, INTERNAL, FREE)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def run():
     snapshots, reports, tables = [], [], []
     while llm.has_unfinished_requests():
         llm.step()
-        snapshots.append(pool.snapshot(llm))
+        snapshots.append(snapshot(llm))
         reports.append(llm.memory_report())
         tables.append({name: list(table) for name, table in llm.manager.tables.items()})
     return snapshots, reports, tables
@@ -38,7 +40,7 @@ def run():
 
 def test_a_snapshot_agrees_with_the_managers_own_report(run):
     for snap, report, tables in zip(*run, strict=True):
-        slots = pool.slots_of(snap)
+        slots = slots_of(snap)
         assert [slots.count(state) for state in STATES] == [
             report.live,
             report.reserved,
@@ -54,19 +56,19 @@ def test_a_snapshot_does_not_change_with_the_engine():
     llm = LLM("tiny", kv_cache_manager="contiguous", max_model_len=48, num_gpu_blocks_override=9)
     llm.add_request([1, 2, 3], SamplingParams(4, ignore_eos=True), "a")
     llm.step()
-    snap = pool.snapshot(llm)
-    before = pool.slots_of(snap)
+    snap = snapshot(llm)
+    before = slots_of(snap)
     while llm.has_unfinished_requests():
         llm.step()
-    assert pool.slots_of(snap) == before and before.count(pool.LIVE, "a") == 3
+    assert slots_of(snap) == before and before.count(LIVE, "a") == 3
 
 
 def test_every_figure_returns_what_it_drew(run):
     snapshots, reports, _ = run
     _, slots = pool.pool_map(snapshots[0])
-    assert slots == pool.slots_of(snapshots[0]) and slots.requests == ["a", "b", "c"]
+    assert slots == slots_of(snapshots[0]) and slots.requests == ["a", "b", "c"]
     _, rows = pool.pool_over_steps(snapshots)
-    assert [row.count(pool.LIVE) for row in rows] == [report.live for report in reports]
+    assert [row.count(LIVE) for row in rows] == [report.live for report in reports]
     _, panels = pool.pool_at_steps(snapshots, count=4)
     assert len(panels) == 4 and (panels[0], panels[-1]) == (rows[0], rows[-1])
 
@@ -78,7 +80,7 @@ def test_the_drawn_rectangles_are_the_data(run):
     area = dict.fromkeys(STATES, 0)
     for patch in card.axes[0].patches[1:]:  # the first is the white pool
         hatch = patch.get_hatch() or ""
-        state = pool.RESERVED if "/" in hatch else pool.INTERNAL if "." in hatch else pool.LIVE
+        state = RESERVED if "/" in hatch else INTERNAL if "." in hatch else LIVE
         area[state] += round(patch.get_width() * patch.get_height())
     for state in STATES[:3]:
         assert area[state] == sum(row.count(state) for row in rows)
@@ -97,7 +99,7 @@ def test_steps_are_labelled_from_the_first_and_an_empty_pool_is_named(run):
 
 
 def test_scattered_and_shared_blocks_are_drawn_where_they_are():
-    snap = pool.PoolSnapshot(
+    snap = PoolSnapshot(
         step=3,
         num_blocks=6,
         block_size=2,
@@ -132,7 +134,7 @@ def test_first_light_takes_any_answers(run):
         for snap in snapshots
     ]
     card, rows = first_light(renamed)
-    assert rows == [pool.slots_of(snap) for snap in renamed] and card.png()
+    assert rows == [slots_of(snap) for snap in renamed] and card.png()
 
 
 # --- the look ----------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from matplotlib.colors import to_hex
 from minikv.kv_cache.base import KVCacheManager, cdiv
 from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
 from minikv.kv_cache.extents import FITS
+from minikv.observe import RefusalRecorder, memory, slots_of, snapshot
+from minikv.observe.pool import PoolSnapshot
 from minikv.request import Request
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
-from minikv.simulator.refusals import RefusalRecorder
 from minikv.specs import find_gpu, find_model
-from minikv.viz import fragmentation, lab, maps, memory, owners, players, pool, strips, style
+from minikv.viz import fragmentation, lab, maps, owners, players, strips, style
 
 STATES = {"": "live", "'": "reserved", "_": "internal", "~": "rounding"}
 
@@ -97,7 +98,7 @@ def record(manager, lengths, **options):
 
     def on_step(core):
         recorder(core)
-        snapshots.append(pool.snapshot(core))
+        snapshots.append(snapshot(core))
         reports.append(core.manager.report())
 
     run.run(requests_of(lengths), on_step=on_step)
@@ -116,7 +117,7 @@ def test_a_moment_agrees_with_the_snapshot_slot_by_slot(kind, block_size):
     recorder, snapshots, reports = record(kind(32 // block_size, block_size), LENGTHS)
     assert len(recorder.moments) == len(snapshots) > 10
     for moment, snap, report in zip(recorder.moments, snapshots, reports, strict=True):
-        slots = pool.slots_of(snap)
+        slots = slots_of(snap)
         held = [run.owner for run in moment.runs for _ in range(run.num_slots)]
         states = [run.state for run in moment.runs for _ in range(run.num_slots)]
         assert (tuple(states), tuple(held)) == slots
@@ -173,9 +174,7 @@ def test_a_moment_of_a_manager_that_is_called_by_hand():
 
 
 def test_a_shared_block_counts_once_and_as_live():
-    snap = pool.PoolSnapshot(
-        3, 6, 2, {"a": (4, 1), "b": (4, 0)}, {"a": 1, "b": 4}, {"a": 2, "b": 4}
-    )
+    snap = PoolSnapshot(3, 6, 2, {"a": (4, 1), "b": (4, 0)}, {"a": 1, "b": 4}, {"a": 2, "b": 4})
     assert memory.runs_of(snap) == [
         memory.Run(0, 2, "b", "live"),
         memory.Run(2, 2, "a", "internal"),

@@ -14,7 +14,10 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
-from minikv.viz.pool import FREE, INTERNAL, RESERVED, fill
+from minikv.observe.pool import FREE, INTERNAL, RESERVED
+from minikv.observe.tokens import PAD, TOKEN, cells_of
+from minikv.observe.tokens import rows_of as rows_of
+from minikv.viz.pool import fill
 from minikv.viz.style import (
     INK,
     MUTED,
@@ -29,7 +32,7 @@ from minikv.viz.style import (
     tint,
 )
 
-TOKEN, PAD, OTHER = "token", "pad", "other"
+OTHER = "other"
 MEANING = {
     TOKEN: "K and V of a token",
     PAD: "of padding: read by nobody",
@@ -38,33 +41,9 @@ MEANING = {
     OTHER: "another request's",
     FREE: "free",
 }
-PAD_LABEL = "<pad>"
 OTHER_FACE = tint(MUTED, 0.7)
 LANE = 0.047  # inches between two lines
 _svg_numbers = itertools.count()
-
-
-class Row(NamedTuple):
-    """One request's computed tokens, in the order of its slots.
-
-    labels: what to write on each. pads: whether it is padding. positions: what the model is told;
-    None for padding. end: slots from this one on can never hold a token of the request.
-    """
-
-    labels: tuple
-    pads: tuple
-    positions: tuple
-    end: int
-
-
-class Cell(NamedTuple):
-    """A token of a row, and the slot that holds its keys and values."""
-
-    request_id: str
-    column: int
-    label: str
-    kind: str
-    slot: int
 
 
 class Drawn(NamedTuple):
@@ -76,37 +55,6 @@ class Drawn(NamedTuple):
 
     def slots(self, request_id, kind=None) -> list[int]:
         return [c.slot for c in self.cells if c.request_id == request_id and kind in (None, c.kind)]
-
-
-def rows_of(engine, text) -> dict:
-    """{request_id: Row} of those requests with known tokens that hold a table, in the order of
-    their admission. text: token id -> label. engine: anything with .manager."""
-    rows = {}
-    for request_id, request in engine.manager.requests.items():
-        if request.token_ids is None:
-            continue
-        before, computed = request.num_pad_tokens, request.num_computed_tokens
-        own = range(before, before + request.num_live_tokens)
-        pads = tuple(i not in own for i in range(computed))
-        labels = tuple(
-            PAD_LABEL if pad else _short(text(token))
-            for pad, token in zip(pads, request.token_ids, strict=False)
-        )
-        positions = tuple(None if pad else i - before for i, pad in enumerate(pads))
-        end = before + request.max_live_tokens
-        rows[request_id] = Row(labels, pads, positions, end)
-    return rows
-
-
-def cells_of(snap, rows) -> list[Cell]:
-    """Every token of every row with its slot, through the tables of a PoolSnapshot."""
-    size, cells = snap.block_size, []
-    for request_id, row in rows.items():
-        table = snap.tables[request_id]
-        for column, (label, pad) in enumerate(zip(row.labels, row.pads, strict=True)):
-            slot = table[column // size] * size + column % size
-            cells.append(Cell(request_id, column, label, PAD if pad else TOKEN, slot))
-    return cells
 
 
 def batch_memory(snap, rows, *, slots_per_line=None, title="The pool, as it lies in memory"):
@@ -317,11 +265,6 @@ def _label(ax, x, y, text, kind, of, width):
 
 def _gid(part, cell):
     return f"{part}|{cell.request_id}|{cell.column}"
-
-
-def _short(token):
-    text = token.replace("\n", "↵").strip(" ") or "␣"
-    return text if len(text) <= 8 else text[:7] + "…"
 
 
 def _alt(snap, rows, drawn):

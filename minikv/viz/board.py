@@ -5,8 +5,9 @@ Drawn from a PoolSnapshot's table and nothing else.
 
 from matplotlib.patches import Patch
 
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
+from minikv.observe.tokens import translate
 from minikv.viz.player import play
-from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
 from minikv.viz.style import INK, MUTED, WHITE, colour, figure, ink_on, look, tint
 from minikv.viz.tables import (
     LIVE_TINT,
@@ -19,7 +20,6 @@ from minikv.viz.tables import (
     legend,
     outline,
     token,
-    translate,
     unwritten,
     write,
 )

@@ -5,7 +5,8 @@ Four questions are put to the default model, in a pool with room for three at on
 
 from pathlib import Path
 
-from minikv.viz.pool import LIVE, pool_over_steps, snapshot
+from minikv.observe.pool import LIVE, snapshot
+from minikv.viz.pool import pool_over_steps
 from minikv.viz.style import INK, WHITE, look
 
 PATH = Path(__file__).resolve().parents[2] / "notebooks" / "img" / "first_light.png"

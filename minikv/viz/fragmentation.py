@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 from matplotlib.patches import Patch
 
-from minikv.viz.memory import Moment, enough_in_sum
+from minikv.observe.memory import Moment, enough_in_sum
 from minikv.viz.strips import time_axis
 from minikv.viz.style import INK, WHITE, colour, figure, look, tint
 

@@ -9,7 +9,9 @@ from matplotlib.patches import FancyArrowPatch, Patch
 from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 
-from minikv.viz.pool import FREE, INTERNAL, LIVE, fill, slots_of
+from minikv.observe.pool import FREE, INTERNAL, LIVE, slots_of
+from minikv.observe.tokens import translate
+from minikv.viz.pool import fill
 from minikv.viz.style import CARD, INK, MUTED, WHITE, colour, figure, look
 from minikv.viz.tables import (
     OTHER,
@@ -21,7 +23,6 @@ from minikv.viz.tables import (
     legend,
     outline,
     token,
-    translate,
     write,
 )
 

@@ -12,12 +12,12 @@ from matplotlib.patches import Rectangle
 
 from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
 from minikv.kv_cache.extents import FITS
+from minikv.observe.memory import MemoryRecorder, Moment, Recording, enough_in_sum
 from minikv.request import require_int, require_number
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import find_gpu, find_model
 from minikv.viz.maps import draw_map, verdict
-from minikv.viz.memory import MemoryRecorder, Moment, Recording, enough_in_sum
 from minikv.viz.owners import colours_of
 from minikv.viz.strips import mark_refusals, strip_of, time_axis
 from minikv.viz.style import INK, MUTED, Card, ink_on, is_live, look, tint

@@ -2,8 +2,8 @@
 
 from matplotlib.patches import Rectangle
 
+from minikv.observe.pool import FREE
 from minikv.viz.owners import colours_of, fill, legend
-from minikv.viz.pool import FREE
 from minikv.viz.style import INK, MUTED, RULE, WHITE, figure, ink_on, look, tint
 
 MAX_CELLS = 64  # slots that are drawn and numbered one by one

@@ -4,9 +4,9 @@ import numpy as np
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
+from minikv.observe.memory import ROUNDING, STATES
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED
 from minikv.viz import pool
-from minikv.viz.memory import ROUNDING, STATES
-from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED
 from minikv.viz.style import COLOURS, INK, MUTED, WHITE, colour, tint
 
 MEANING = {

@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import AutoLocator, ScalarFormatter
 
-from minikv.viz.memory import STATES, enough_in_sum
+from minikv.observe.memory import STATES, enough_in_sum
+from minikv.observe.pool import INTERNAL, LIVE, RESERVED
 from minikv.viz.owners import colours_of, legend, owner_index, sample
-from minikv.viz.pool import INTERNAL, LIVE, RESERVED
 from minikv.viz.style import COLOURS, DPI, INK, MUTED, RULE, WHITE, figure, look, tint
 
 HEIGHT = 2.1  # inches of one strip

@@ -10,7 +10,9 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 
-from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, fill, slots_of
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
+from minikv.observe.tokens import translate
+from minikv.viz.pool import fill
 from minikv.viz.style import (
     CARD,
     INK,
@@ -46,40 +48,6 @@ class Arrow(NamedTuple):
     logical_block: int
     block_id: int
     num_live: int
-
-
-class Translation(NamedTuple):
-    """Where the keys and values of the token at `position` are: in slot block_id * block_size +
-    offset, with block_id = table[logical_block]."""
-
-    position: int
-    logical_block: int
-    offset: int
-    block_id: int
-    slot: int
-
-
-def labels_of(engine, text) -> dict:
-    """{request_id: labels of all its known tokens} of those that hold a table; the one sampled
-    last, without keys and values yet, is among them. text: token id -> label. engine: anything
-    with .manager."""
-    return {
-        request_id: tuple(text(token) for token in request.token_ids)
-        for request_id, request in engine.manager.requests.items()
-        if request.token_ids is not None
-    }
-
-
-def translate(snap, request_id, position) -> Translation:
-    """Through the table of a PoolSnapshot. Raises ValueError for a position without a slot."""
-    table, size = snap.tables[request_id], snap.block_size
-    if not 0 <= position < len(table) * size:
-        raise ValueError(
-            f"position {position} of {request_id!r} has no slot: its {len(table)} blocks of "
-            f"{size} hold positions 0 to {len(table) * size - 1}"
-        )
-    block, offset = divmod(position, size)
-    return Translation(position, block, offset, table[block], table[block] * size + offset)
 
 
 # --- all tables of a moment --------------------------------------------------------------------

@@ -27,8 +27,7 @@ from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
 from minikv.static_batching import StaticScheduler
-from minikv.viz import MemoryRecorder, batch, gantt
-from minikv.viz.memory import enough_in_sum
+from minikv.viz import MemoryRecorder, batch, enough_in_sum, gantt
 from minikv.workloads import alpaca, shared_header, sharegpt
 
 # %% [markdown]

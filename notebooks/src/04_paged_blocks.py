@@ -40,8 +40,7 @@ from minikv.model.loader import load
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
-from minikv.viz import MemoryRecorder, batch, gantt
-from minikv.viz.memory import enough_in_sum
+from minikv.viz import MemoryRecorder, batch, enough_in_sum, gantt
 from minikv.workloads import shared_header, sharegpt
 
 # %% load

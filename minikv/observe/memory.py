@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, snapshot_of
+from minikv.observe.refusals import RefusalRecorder
 from minikv.request import require_int, require_number
-from minikv.simulator.refusals import RefusalRecorder
-from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, snapshot_of
 
 ROUNDING = "rounding"
 STATES = (LIVE, RESERVED, INTERNAL, ROUNDING)  # of slots that somebody holds
