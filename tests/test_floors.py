@@ -189,3 +189,29 @@ def test_all_names_are_lazy_and_real():
     assert set(minikv._HOMES) <= set(dir(minikv))
     with pytest.raises(AttributeError, match=r"minikv has no attribute 'LMM'; it offers .*LLM"):
         minikv.LMM  # noqa: B018
+
+
+def loaded_after(part):
+    """All modules that are there once every module of this part has been imported."""
+    code = (
+        "import sys, importlib\n"
+        f"for name in {modules_in(part)!r}: importlib.import_module(name)\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_what_is_observed_needs_no_figure():
+    assert "minikv.observe.memory" in (loaded := loaded_after("observe"))
+    assert not {"matplotlib", "minikv.viz"} & loaded
+
+
+def test_figures_are_drawn_without_whatever_serves_requests():
+    """Not even indirectly: a figure is a function of plain data."""
+    assert "minikv.viz.lab" in (loaded := loaded_after("viz"))
+    serving = {"simulator", "engine", "model", "scheduler", "static_batching", "core"}
+    assert not {f"minikv.{part}" for part in serving | {"experiments"}} & loaded

@@ -13,11 +13,12 @@ import matplotlib
 import pytest
 
 from minikv.engine import LLM
+from minikv.experiments.first_light import QUESTIONS
 from minikv.observe import house
 from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, PoolSnapshot, slots_of, snapshot
 from minikv.request import SamplingParams
 from minikv.viz import players, pool, style
-from minikv.viz.first_light import QUESTIONS, first_light
+from minikv.viz.first_light import first_light
 
 ROOT = Path(__file__).resolve().parents[1]
 STATES = (LIVE, RESERVED, INTERNAL, FREE)

@@ -19,7 +19,7 @@ from minikv.observe import (
 from minikv.viz.board import translation, translation_player
 from minikv.viz.fragmentation import free_extent_histogram, free_vs_largest
 from minikv.viz.gathered import gather_map, gathered_blocks
-from minikv.viz.lab import LabSettings, fragmentation_lab, lab_figure, lab_run
+from minikv.viz.lab import fragmentation_lab, lab_figure
 from minikv.viz.maps import memory_map, memory_maps
 from minikv.viz.players import memory_player, pool_player
 from minikv.viz.pool import pool_at_steps, pool_map, pool_over_steps, token_map
@@ -30,7 +30,6 @@ from minikv.viz.tables import block_table_map
 
 __all__ = [
     "Card",
-    "LabSettings",
     "MemoryRecorder",
     "PoolSnapshot",
     "Slots",
@@ -43,7 +42,6 @@ __all__ = [
     "gather_map",
     "gathered_blocks",
     "lab_figure",
-    "lab_run",
     "labels_of",
     "lines_of_minikv",
     "memory_map",
