@@ -37,6 +37,10 @@ def usage():
 
 def main(argv=None):
     """Runs a command and returns its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        # A pipe may be in cp1252 or ascii: what it has no letter for is shown as \u03c0.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else list(argv)
     name = argv[0] if argv else "help"
     try:

@@ -171,3 +171,45 @@ def test_missing_answers_are_a_problem_and_no_exercises_are_none(tmp_path, capsy
     assert "01.py does not exist" in capsys.readouterr().out
     (tmp_path / "solutions/src/01_tiny.py").unlink()
     assert audit.main(tmp_path) == 0
+
+
+# ------------------------------------------------------------------------------------- differences
+
+
+def difference(*lines, kind="wrong", name="one more", says="needs no other"):
+    says = f"# says: {says}\n" if kind == "wrong" else ""
+    return f"# %% ex-1-1 {kind}: {name}\n{says}" + "\n".join(lines) + "\n\n"
+
+
+def test_an_answer_may_be_a_difference_from_the_solution_or_from_another_answer(tmp_path):
+    extra = difference("# - -(-num_tokens // BLOCK_SIZE)", "# + num_tokens // BLOCK_SIZE + 1")
+    extra += difference("# from: added", "# - return (n + 15)", "# + n += 16",
+                        "# +     return n", name="two lines")  # fmt: skip
+    extra += difference("# from: two lines", "# -     n += 15", kind="right", name="unknown base")
+    with pytest.raises(CourseError, match="no right answer 'two lines' above to differ from"):
+        problems(tmp_path, answers(extra=extra))
+    extra = extra[: extra.rindex("# %%")]
+    extra += difference("# -     return -(-num_tokens", "# - nowhere", name="two lines at once")
+    with pytest.raises(CourseError, match=r"'    return .*nowhere' stands 0 times in it, not once"):
+        problems(tmp_path, answers(extra=extra))
+    extra = extra[: extra.rindex("# %%")]
+    extra += difference("# from: added", "# -     return (n + 15) // 16", "# +     n -= 1",
+                        "# +     return n // 16 + 1", kind="right", name="a right one")  # fmt: skip
+    assert problems(tmp_path, answers(extra=extra)) == []
+    path = tmp_path / "tests/answers/01.py"
+    solutions = {"ex-1-1": "def num_blocks(num_tokens):\n    return -(-num_tokens // BLOCK_SIZE)"}
+    found = {a.name: a.source for a in audit.read_answers(path, solutions)}
+    assert found["two lines"] == "def num_blocks(n):\n    n += 16\n    return n // 16"
+    assert found["one more"] == (
+        "def num_blocks(num_tokens):\n    return num_tokens // BLOCK_SIZE + 1"
+    )
+
+
+@pytest.mark.parametrize(("lines", "said"), [
+    (["# - num_tokens", "# + n"], "'num_tokens' stands 2 times in it, not once"),
+    (["# - BLOCK_SIZE", "# + 16", "x = 1"], "code beside a difference"),
+    (["# - BLOCK_SIZE", "# + (16"], "is not valid Python"),
+])  # fmt: skip
+def test_a_difference_must_be_clear(tmp_path, lines, said):
+    with pytest.raises(CourseError, match=said):
+        problems(tmp_path, answers(extra=difference(*lines)))

@@ -97,6 +97,31 @@ def test_what_an_answer_prints_does_not_count(tmp_path):
     assert verdicts["1.2"][1] == "printed '1 7' where '1 15' was expected (line 1)"
 
 
+LOUD = """import os, sys, threading
+import matplotlib.pyplot as plt
+sys.stdout.writelines(["one", "two"])
+def num_blocks(num_tokens):
+    thread = threading.Thread(target=print, args=["from a thread"])
+    thread.start()
+    thread.join()
+    threading.Timer(0.01, lambda: print("later")).start()
+    sys.stdout.writelines(["1 1"])
+    os.write(1, b"1 1")
+    os.system("echo 1 1")
+    plt.plot([1, 2])
+    return -(-num_tokens // BLOCK_SIZE)
+"""
+
+
+def test_what_an_answer_prints_does_not_count_however_it_is_made(tmp_path):
+    """From a thread, by writelines, past Python, a figure left open, another stream left behind."""
+    answer = "import io, sys\nsys.stdout = io.StringIO()\n" + RIGHT_2
+    nb = notebook(ex_1_1=LOUD, ex_1_2=answer)
+    add(nb, "setup", "undefined_name\nprint('x')")
+    verdicts, _ = run(nb, tmp_path)
+    assert (verdicts["1.1"], verdicts["1.2"]) == (("passed", ""), ("passed", ""))
+
+
 @pytest.mark.parametrize(("text", "status"), [
     ("*Exercise 1.3: write your answer here.* ok", "not yet done"),
     ("ok", "not yet done"),
@@ -135,12 +160,13 @@ def test_a_dead_kernel_is_noticed_at_once(tmp_path):
     verdicts, _ = run(notebook(ex_1_1=dies, ex_1_2=RIGHT_2), tmp_path, cell_seconds=300)
     assert time.perf_counter() - start < 60
     assert verdicts["1.1"] == ("not right yet", "the kernel died")
-    assert verdicts["1.2"] == ("not checked", "the kernel had stopped before it")
+    assert verdicts["1.2"] == ("passed", "")  # the others run again without it
 
 
 @pytest.mark.parametrize("loop", [
     "    while True: pass",
     "    try:\n        while True: pass\n    except KeyboardInterrupt: return -(-num_tokens // 16)",
+    "    while True:\n        try: pass\n        except: pass",
 ])  # fmt: skip
 def test_after_an_endless_loop_the_other_exercises_are_still_checked(tmp_path, loop):
     answer = f"def num_blocks(num_tokens):\n{loop}"
@@ -149,12 +175,16 @@ def test_after_an_endless_loop_the_other_exercises_are_still_checked(tmp_path, l
     assert verdicts["1.2"][0] == "passed"
 
 
-@pytest.mark.parametrize("leave", ["exit()", "import sys; sys.exit()"])
+@pytest.mark.parametrize("leave", ["quit()", "import sys; sys.exit()"])
 def test_leaving_is_not_passing(tmp_path, leave):
-    inside = f"def unused_slots(num_tokens):\n    {leave}"
-    verdicts, _ = run(notebook(ex_1_1=f"{RIGHT_1}\n{leave}", ex_1_2=inside), tmp_path)
-    assert verdicts["1.1"] == ("not right yet", "called exit(); a notebook's cell must not")
-    assert verdicts["1.2"][0] == "not right yet"
+    said = ("not right yet", "called exit(); a notebook's cell must not")
+    nb = notebook(ex_1_1=f"{RIGHT_1}\n{leave}", ex_1_2=RIGHT_2)
+    add(nb, "setup", leave)
+    verdicts, others = run(nb, tmp_path)
+    assert (verdicts["1.1"], verdicts["1.2"], others) == (said, ("passed", ""), [])
+    inside = f"def num_blocks(num_tokens):\n    {leave}"
+    verdicts, _ = run(notebook(ex_1_1=inside, ex_1_2=RIGHT_2), tmp_path)
+    assert (verdicts["1.1"], verdicts["1.2"]) == (said, ("passed", ""))
 
 
 def test_an_endless_print_is_stopped(tmp_path):
@@ -172,6 +202,33 @@ def test_errors_in_an_answer_name_their_line(tmp_path):
     assert verdicts["1.2"][1] == (
         "NameError: name 'block_sise' is not defined\n(line 2: return block_sise)"
     )
+
+
+def test_an_error_in_a_library_names_the_learners_line(tmp_path):
+    library = "import json\ndef num_blocks(num_tokens):\n    return json.loads('{')"
+    nested = "import functools\ndef inner(x): return x.nothing\ndef unused_slots(num_tokens):\n"
+    nested += "    return functools.reduce(lambda a, b: inner(a), [1, 2])"
+    verdicts, _ = run(notebook(ex_1_1=library, ex_1_2=nested), tmp_path)
+    assert verdicts["1.1"][1] == (
+        "JSONDecodeError: Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1)\n(line 3: return json.loads('{'))"
+    )
+    assert verdicts["1.2"][1].endswith("(line 2: def inner(x): return x.nothing)")
+
+
+def test_an_answer_that_takes_gigabytes_is_stopped_and_the_others_are_checked(tmp_path):
+    takes = "def num_blocks(num_tokens):\n    import itertools; return list(itertools.count())"
+    verdicts, _ = run(notebook(ex_1_1=takes, ex_1_2=RIGHT_2), tmp_path, cell_seconds=200)
+    assert verdicts["1.1"] == ("not right yet", "took more than 3 GiB of memory")
+    assert verdicts["1.2"] == ("passed", "")
+
+
+def test_a_cell_of_ones_own_that_ends_the_kernel_costs_no_verdict(tmp_path):
+    nb = notebook(ex_1_1=RIGHT_1, ex_1_2=RIGHT_2)
+    add(nb, "check-1-1", "import os; os._exit(1)")
+    verdicts, others = run(nb, tmp_path)
+    assert (verdicts["1.1"], verdicts["1.2"]) == (("passed", ""), ("passed", ""))
+    assert others == ["a cell of your own failed: the kernel died"]
 
 
 def test_a_deleted_answer_cell_is_named_with_its_remedy(tmp_path):
@@ -207,6 +264,41 @@ def test_answers_are_found_by_grade_id_then_cell_id_then_name(tmp_path):
         assert not [i for i in sources if i.startswith("extra")], change
 
 
+SHAPES = {  # how the answer stands in the notebook -> its cells' sources
+    "split within the function": ["def num_blocks(num_tokens):", "    return -(-num_tokens // 16)"],
+    "split behind a helper": ["def up(n):\n    return -(-n // 16)",
+                              "def num_blocks(num_tokens):\n    return up(num_tokens)"],
+    "in three parts": ["import math", "def num_blocks(num_tokens):\n    n = num_tokens / 16",
+                       "    return math.ceil(n)"],
+    "after an earlier try that breaks off": [f"{WRONG_1} (", RIGHT_1],
+    "after a whole earlier try": [WRONG_1, RIGHT_1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", ["id", "grade_id", "both"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_of_an_answer_in_several_cells_all_count_in_order(tmp_path, shape, keep):
+    nb = notebook()
+    place = [cell.id for cell in nb.cells].index("ex-1-1")
+    raw = json.loads(nbformat.writes(nb))
+    cells = [dict(raw["cells"][place], source=source) for source in SHAPES[shape]]
+    for number, cell in enumerate(cells):
+        cell["metadata"] = {} if keep == "id" else cell["metadata"]
+        cell["id"] = f"new-{number}" if keep == "grade_id" else cell["id"]
+    raw["cells"][place : place + 1] = cells
+    path = tmp_path / "01_slots.ipynb"
+    path.write_text(json.dumps(raw))
+    merged = merge(notebook(), read_submission(path)[0])
+    ids = [cell.id for cell in merged.notebook.cells]
+    check = ids.index("check-1-1")
+    namespace = {"BLOCK_SIZE": 16}
+    for cell in merged.notebook.cells[ids.index("setup") : check]:
+        if cell.cell_type == "code":
+            exec(cell.source, namespace)
+    assert [namespace["num_blocks"](n) for n in (1, 16, 17)] == [1, 1, 2]
+    assert not merged.missing
+
+
 def test_of_copies_of_a_cell_the_last_edited_one_counts(tmp_path):
     nb = notebook()
     place = [cell.id for cell in nb.cells].index("ex-1-1")
@@ -215,6 +307,82 @@ def test_of_copies_of_a_cell_the_last_edited_one_counts(tmp_path):
         copy.update(id=f"copy{number}", source=source)
         nb.cells.append(copy)
     assert merged_sources(nb, tmp_path)[0]["ex-1-1"] == RIGHT_1
+
+
+def test_a_cell_below_a_check_does_not_run_before_it_unless_it_is_a_helper(tmp_path):
+    nb = notebook(ex_1_1="def num_blocks(num_tokens):\n    return up(num_tokens)", ex_1_2=RIGHT_2)
+    for source in ("num_blocks = 3", "BLOCK_SIZE = 8", "num_blocks(5)", "num_blocks.x = 1",
+                   "def up(n):\n    return -(-n // 16)", "def up(n):\n    return 0", "del math",
+                   "for math in (1,): pass")[::-1]:  # fmt: skip
+        add(nb, "check-1-1", source)
+    add(nb, "ex-1-2", "num_blocks = 0")  # above the check of its own exercise
+    merged = merge(notebook(), read(nb, tmp_path))
+    order = [c.source.splitlines()[0] if c.id.startswith("extra") else c.id
+             for c in merged.notebook.cells if c.cell_type == "code"]  # fmt: skip
+    assert order == [
+        "setup", "ex-1-1", "def up(n):", "check-1-1", "num_blocks = 3", "BLOCK_SIZE = 8",
+        "num_blocks(5)", "num_blocks.x = 1", "def up(n):", "del math", "for math in (1,): pass",
+        "ex-1-2", "num_blocks = 0", "check-1-2",
+    ]  # fmt: skip
+    helpers = [c.source for c in merged.notebook.cells if c.source.startswith("def up")]
+    assert helpers[0].endswith("// 16)") and helpers[1].endswith("return 0")
+
+
+@pytest.mark.parametrize("source", ["", "  \n", "# later", "# a\n\n  # b\n"])
+def test_an_emptied_answer_is_not_yet_done(tmp_path, source):
+    merged = merge(notebook(), read(notebook(ex_1_1=source), tmp_path))
+    sources = {cell.id: cell.source for cell in merged.notebook.cells}
+    assert "NotImplementedError" in sources["ex-1-1"] and not merged.missing
+    nb = notebook(ex_1_1=source)
+    add(nb, "check-1-1", RIGHT_1)  # ... unless it stands in a cell of its own
+    merged = merge(notebook(), read(nb, tmp_path))
+    assert {cell.id: cell.source for cell in merged.notebook.cells}["ex-1-1"] == RIGHT_1
+
+
+@pytest.mark.parametrize("kind", ["markdown", "raw"])
+def test_an_answer_that_is_no_code_now_is_named_so(tmp_path, kind):
+    nb = notebook(ex_1_1=RIGHT_1)
+    for cell in nb.cells:
+        if cell.id == "ex-1-1":
+            cell.cell_type = kind
+            del cell["outputs"], cell["execution_count"]
+    merged = merge(notebook(), read(nb, tmp_path))
+    verdict = check_module._verdicts(merged, {})[0]
+    assert verdict.status == "not yet done"
+    assert verdict.message == (
+        f"its answer cell is {kind.capitalize()} now; make it Code again (in JupyterLab: Esc, Y)"
+    )
+
+
+WORDS = "At most one block stands partly empty."
+
+
+@pytest.mark.parametrize("where", ["below", "code below", "in its place", "two cells", "split"])
+def test_a_written_answer_is_found_where_people_write_it(tmp_path, where):
+    nb = notebook()
+    place = [cell.id for cell in nb.cells].index("written-1-3")
+    new = nbformat.v4.new_markdown_cell
+    if where == "in its place":
+        nb.cells[place] = new(WORDS)
+    elif where == "split":
+        nb.cells[place].source = WORDS[:20]
+        nb.cells.insert(place + 1, new(WORDS[20:], metadata=nb.cells[place].metadata))
+    elif where == "code below":
+        nb.cells.insert(place + 1, nbformat.v4.new_code_cell(WORDS))
+    elif where == "two cells":
+        nb.cells[place + 1 : place + 1] = [new(WORDS[:10]), new(WORDS[10:])]
+    else:
+        nb.cells.insert(place + 1, new(WORDS))
+    merged = merge(notebook(), read(nb, tmp_path))
+    assert merged.written == {"written-1-3"}
+    found = {cell.id: cell.source for cell in merged.notebook.cells}["written-1-3"]
+    assert "".join(WORDS.split()) in "".join(found.split())
+
+
+def test_a_note_elsewhere_is_no_written_answer(tmp_path):
+    nb = notebook()
+    nb.cells.insert(3, nbformat.v4.new_markdown_cell("A note of my own that is long enough."))
+    assert merge(notebook(), read(nb, tmp_path)).written == set()
 
 
 def test_encodings_and_old_formats_are_read(tmp_path):
@@ -272,6 +440,23 @@ def test_a_missing_file_or_foreign_notebook_says_so(tmp_path, capsys):
     error = capsys.readouterr().err
     for text in ("does not exist", "belongs to no chapter", "no chapter '7'; there are: 01_slots"):
         assert text in error
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_the_chapter_is_told_from_its_exercises_at_once(tmp_path, renamed, capsys, monkeypatch):
+    monkeypatch.setattr(check_module, "run_nbval", None)  # nothing runs
+    path = built_course() / "notebooks/01_slots.ipynb"
+    if renamed:
+        path = tmp_path / "01_slots-Copy1.ipynb"
+        path.write_bytes((built_course() / "notebooks/01_slots.ipynb").read_bytes())
+    assert check_module.main([str(path), "--root", str(built_course())]) == 1
+    error = capsys.readouterr().err
+    assert f"{path} is the chapter, not its exercises; python -m minikv start 01" in error
+    for wanted in ("1.2", "1-2", "1.2b"):
+        assert check_module.main([wanted, "--root", str(built_course())]) == 1
+        assert f"{wanted} is an exercise; all of its chapter are checked at once: python -m " in (
+            capsys.readouterr().err
+        )
 
 
 def test_working_in_exercises_itself_cannot_change_what_is_expected(tmp_path):
@@ -335,13 +520,19 @@ def test_start_check_reset_and_progress(tmp_path, capsys):
     assert order.index("ex-1-2") == order.index("check-1-2") - 1  # back in its place
     for cell in nb.cells:  # as some editors save it
         cell.pop("id")
+    for cell in nb.cells:
+        cell.metadata = {}
     nb.nbformat_minor = 4
     path.write_text(json.dumps(nb))
-    work.reset(root, "01", "1.2")
-    nbformat.validate(nbformat.read(path, as_version=4))
+    for exercise in ("1.2", "1.1"):  # found by their text and names, so nothing stands there twice
+        work.reset(root, "01", exercise)
+    fresh = nbformat.read(path, as_version=4)
+    nbformat.validate(fresh)
+    shipped = work.pristine_exercise(root, "01_slots").cells
+    assert [c.source for c in fresh.cells] == [c.source for c in shipped]
     work.reset(root, "01")
     assert path.read_bytes() == (root / "exercises/01_slots.ipynb").read_bytes()
-    assert len(list((root / "work/backup").iterdir())) == 4
+    assert len(list((root / "work/backup").iterdir())) == 5
     line = "0 of 2 coded exercises passed, 0 of 1 written"  # as shipped, whatever was recorded
     assert work.progress(root) == [f"  {'01_slots':<24} {line}"]
     path.write_text("{")

@@ -19,6 +19,15 @@ answer that takes the place of the answer cell whose title it names:
     def num_blocks(num_tokens):
         return minikv.kv_cache.base.blocks_for(num_tokens)
 
+An answer may be given as its difference from the solution's: each run of `# -` lines is a text
+that stands there exactly once (a whole line, several, or part of one), and the `# +` lines after it
+take its place. `from:` names a right answer of this file to differ from instead.
+
+    # %% ex-1-1 wrong: one block too many where the last is full
+    # says: a full block needs no other
+    # - -(-num_tokens // BLOCK_SIZE)
+    # + num_tokens // BLOCK_SIZE + 1
+
 `wrong` is followed by the name of its misconception, and by `says:`, the phrase that the check's
 message must contain (upper and lower case are the same). `delegates` is a wrong answer that hands
 the work to the package. Where the package has nothing to hand it to, say so once:
@@ -45,6 +54,8 @@ from tqdm.auto import tqdm
 from minikv.classroom.arc import without_magics
 from minikv.classroom.nbval_print import called_from
 from minikv.classroom.source import (
+    BEGIN,
+    END,
     CourseError,
     chapter_names,
     exercise_of,
@@ -57,6 +68,8 @@ MIN_WRONG = 5
 MIN_RIGHT = 2
 HEADER = re.compile(r"# %% +(\S+) +(right|wrong|delegates|no delegate): *(\S.*)")
 SAYS = re.compile(r"^# says: *(\S.*)$", re.M)
+FROM = re.compile(r"^# from: *(\S.*)$", re.M)
+CHANGE = re.compile(r"((?:^# -(?: .*)?\n)+)((?:^# \+(?: .*)?\n)*)", re.M)
 
 
 @dataclass
@@ -71,14 +84,20 @@ class Answer:
 
 
 class ChecksOutput(io.StringIO):
-    """What is printed, but for what the answer's own code prints: `check` does not compare that."""
+    """What the cells after the answer print by themselves; `check` compares nothing else."""
 
-    def __init__(self, file):
+    def __init__(self, file, files):
         super().__init__()
-        self.file = file
+        self.file, self.files = file, files
 
     def write(self, text):
-        return len(text) if called_from({self.file}) else super().write(text)
+        if called_from(self.files, {self.file}):
+            return super().write(text)
+        return len(text)
+
+    def writelines(self, lines):
+        for line in lines:
+            self.write(line)
 
 
 @dataclass
@@ -94,11 +113,15 @@ class Outcome:
         return "" if self.error is None else str(self.error)
 
 
-def read_answers(path):
-    """The answers of one file; raises CourseError that lists everything wrong with its form."""
+def read_answers(path, solutions=()):
+    """The answers of one file; raises CourseError that lists everything wrong with its form.
+
+    solutions: {cell's id: the solution's source}, for answers that are given as a difference.
+    """
     if not path.exists():
         raise CourseError(f"{path} does not exist; it must hold right and wrong answers")
-    answers, problems = [], []
+    answers, problems, solutions = [], [], dict(solutions)
+    rights = {}  # (cell's id, name) -> source of a right answer
     for part in re.split(r"^(?=# %%)", path.read_text(encoding="utf-8"), flags=re.M)[1:]:
         header, _, source = part.partition("\n")
         match = HEADER.fullmatch(header.strip())
@@ -109,10 +132,16 @@ def read_answers(path):
             )
             continue
         says = SAYS.search(source)
+        where = f"{path.name}: {match[1]} {match[2]}: {match[3]}"
+        try:
+            source = _changed(source, match[1], solutions, rights)
+        except CourseError as error:
+            problems.append(f"{where}: {error}")
         answer = Answer(
             match[1], match[2], match[3], source.strip(), says[1].strip() if says else ""
         )
-        where = f"{path.name}: {answer.cell_id} {answer.kind}: {answer.name}"
+        if answer.kind == "right":
+            rights[answer.cell_id, answer.name] = answer.source
         if (answer.kind in ("wrong", "delegates")) != bool(says):
             problems.append(f"{where}: {'needs a' if not says else 'has no use for a'} says: line")
         try:
@@ -125,6 +154,35 @@ def read_answers(path):
     return answers
 
 
+def _changed(source, cell_id, solutions, rights):
+    """The whole answer: the source itself, or, if it is a difference, what it is a difference from
+    with its changes."""
+    changes = CHANGE.findall(f"{source.rstrip()}\n")
+    if not changes:
+        return source
+    if any(line.strip() and not line.startswith("#") for line in source.splitlines()):
+        raise CourseError("code beside a difference; give the whole answer, or the difference")
+    named = FROM.search(source)
+    whole = rights.get((cell_id, named[1].strip())) if named else solutions.get(cell_id)
+    if whole is None:
+        what = f"right answer {named[1].strip()!r} above" if named else f"solution {cell_id!r}"
+        raise CourseError(f"there is no {what} to differ from")
+    for old, new in (map(_uncommented, change) for change in changes):
+        if whole.count(old) != 1:
+            raise CourseError(f"{old!r} stands {whole.count(old)} times in it, not once")
+        whole = whole.replace(old, new)
+    return whole
+
+
+def _uncommented(lines):
+    """What stands behind `# - ` or `# + `, line by line."""
+    return "\n".join(line[4:] for line in lines.splitlines())
+
+
+def _without_markers(source):
+    return "\n".join(line for line in source.splitlines() if BEGIN not in line and END not in line)
+
+
 def audit_chapter(root, name):
     """([Outcome], [problem]) of one chapter; neither if it has no coded exercises."""
     root = Path(root)
@@ -135,7 +193,8 @@ def audit_chapter(root, name):
     answer_ids = [cell.id for cell in notebook.cells if role_of(cell) == "answer"]
     if not answer_ids:
         return [], []
-    answers = read_answers(root / "tests" / "answers" / f"{name.split('_')[0]}.py")
+    solutions = {c.id: _without_markers(c.source) for c in notebook.cells if c.id in answer_ids}
+    answers = read_answers(root / "tests" / "answers" / f"{name.split('_')[0]}.py", solutions)
     problems = _counts(answer_ids, answers)
     outcomes = []
     for cell_id in answer_ids:
@@ -195,7 +254,8 @@ def run_answers(root, notebook, cell_id, answers):
 
 
 def _outcome(answer, after, namespace):
-    printed, error = ChecksOutput(f"<{answer.cell_id}>"), None
+    files = {f"<{cell.id}>" for cell in after}
+    printed, error = ChecksOutput(f"<{answer.cell_id}>", files), None
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         try:
             _run(answer.cell_id, answer.source, namespace)

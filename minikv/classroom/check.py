@@ -1,7 +1,8 @@
 """`python -m minikv check PATH`: what a learner's notebook gets right, exercise by exercise.
 
 The answers are merged into the exercise as shipped (submission.py), in a temporary folder, and run
-under nbval with a time limit on each cell. PATH may be a number: `check 01` is `work/01_*.ipynb`.
+under nbval with limits of time and memory on each cell. An answer that ends the kernel costs the
+others no verdict: they run again without it. PATH may be a number: `check 01` is `work/01_*.ipynb`.
 What an answer prints does not count (nbval_print.py). The exit status is 0 when every coded
 exercise passes. Nothing is sent anywhere.
 
@@ -53,20 +54,55 @@ def check_notebook(path, root, cell_seconds=CELL_SECONDS):
     """(chapter's name, [Verdict], [what else went wrong]) of a learner's notebook."""
     cells, metadata = read_submission(path)
     name = work.chapter_of(path, metadata, root)
-    merged = merge(pristine_exercise(root, name), cells)
+    shipped = pristine_exercise(root, name)
+    merged = merge(shipped, cells)
+    work.require_exercise(path, cells, shipped, root, name)
     with tempfile.TemporaryDirectory(prefix="minikv-check-") as folder:
         file = Path(folder, f"{name}.ipynb")
-        file.write_bytes(to_bytes(_quiet(merged)))
-        results = run_nbval(file, root, compare="tagged", cell_seconds=cell_seconds)
+        results = _results(merged, shipped, file, root, cell_seconds)
     return name, _verdicts(merged, results), _other_failures(merged, results)
 
 
-def _quiet(merged):
-    """The notebook to run: a first cell keeps what the learner's cells print apart."""
-    ids = {cell.id for cell in merged.notebook.cells if role_of(cell) == "answer"}
-    own = [c.source for c in merged.notebook.cells if c.id in ids or c.id.startswith("extra-")]
-    source = f"from minikv.classroom.nbval_print import install\n\ninstall({own!r})"
-    notebook = copy.copy(merged.notebook)
+def _results(merged, shipped, file, root, cell_seconds):
+    """{cell id: result}. Where a cell ends the kernel, the rest runs again without its answer."""
+    notebook, kept = merged.notebook, {}
+    while True:
+        file.write_bytes(to_bytes(_quiet(notebook)))
+        results = run_nbval(file, root, compare="tagged", cell_seconds=cell_seconds)
+        ran = [c for c in notebook.cells if results.get(c.id, {}).get("kind") != "not run"]
+        stopped = [c for c in ran if c.cell_type == "code"][-1:]
+        without = _without(stopped[0], notebook, shipped) if len(ran) < len(notebook.cells) else []
+        if not without or without & kept.keys():
+            return results | kept
+        kept |= {cell_id: results[cell_id] for cell_id in without if cell_id in results}
+        notebook = copy.copy(notebook)
+        originals = {cell.id: cell for cell in shipped.cells}
+        notebook.cells = [
+            originals.get(c.id) if c.id in without else c
+            for c in notebook.cells
+            if c.id not in without or c.id in originals
+        ]
+
+
+def _without(stopped, notebook, shipped):
+    """Ids of what a cell that ended the kernel belongs to: its exercise, or itself alone."""
+    if stopped.id.startswith("extra-"):
+        return {stopped.id}
+    exercise = exercise_of(stopped)
+    return {c.id for c in notebook.cells if exercise and exercise_of(c) == exercise}
+
+
+def _quiet(notebook):
+    """The notebook to run: a first cell keeps apart what is printed by others than the checks."""
+    parts = {"check": [], "own": []}
+    for cell in notebook.cells:
+        if role_of(cell) == "check":
+            parts["check"].append(cell.source)
+        elif role_of(cell) == "answer" or cell.id.startswith("extra-"):
+            parts["own"].append(cell.source)
+    source = "from minikv.classroom.nbval_print import install\n\n"
+    source += f"install({parts['check']!r}, {parts['own']!r})"
+    notebook = copy.copy(notebook)
     notebook.cells = [nbformat.v4.new_code_cell(source, id="keep-prints-apart"), *notebook.cells]
     return notebook
 
@@ -91,6 +127,10 @@ def _verdict(exercise, cells, merged, results):
         message = "answered; a person reads it" if done else "not written yet; a sentence at least"
         return Verdict(exercise, WRITTEN if done else NOT_YET, message, coded=False)
     for cell in cells:
+        if cell.id in merged.turned:
+            kind = merged.turned[cell.id].capitalize()
+            message = f"its answer cell is {kind} now; make it Code again (in JupyterLab: Esc, Y)"
+            return Verdict(exercise, NOT_YET, message)
         if cell.id in merged.missing:
             message = f"its answer cell is gone; python -m minikv reset brings {exercise} back"
             return Verdict(exercise, NOT_YET, message)
@@ -138,7 +178,9 @@ def _other_failures(merged, results):
         result = results.get(cell.id)
         if result and result["outcome"] != "passed" and result["kind"] != "not run":
             extra = cell.id.startswith("extra-")
-            if role_of(cell) is None and (not extra or result["kind"] in ("died", "exit")):
+            if role_of(cell) is None and (
+                not extra or result["kind"] in ("died", "memory", "printed")
+            ):
                 what = "a cell of your own" if extra else f"the notebook's cell {cell.id!r}"
                 error = f"{result.get('ename', '')} {result['message']}".strip()
                 failures.append(f"{what} failed: {error}")

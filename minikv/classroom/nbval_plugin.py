@@ -7,6 +7,7 @@ of every cell is appended to that file as a line of JSON, by cell id, while the 
 """
 
 import json
+import math
 import os
 import re
 import time
@@ -14,6 +15,7 @@ from collections import deque
 from queue import Empty
 
 import nbval.plugin
+import psutil
 import pytest
 from nbval.kernel import RunningKernel
 from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError
@@ -21,6 +23,7 @@ from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError
 WIDGET = "application/vnd.jupyter.widget-view+json"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 MAX_PRINTED = 2_000_000  # bytes from one cell
+MAX_MEMORY = 3 << 30  # bytes by which the kernel may grow in one cell
 POLL_SECONDS = 0.1
 
 
@@ -30,6 +33,10 @@ class KernelDied(Exception):
 
 class PrintedTooMuch(Exception):
     """A cell went over MAX_PRINTED."""
+
+
+class TookTooMuch(Exception):
+    """A cell went over MAX_MEMORY."""
 
 
 # ------------------------------------------------------------------------------------- the kernel
@@ -48,7 +55,17 @@ def _expired(kernel, end):
     """Called when nothing arrived: raises KernelDied, or says whether the time is up."""
     if not kernel.is_alive():
         raise KernelDied
+    if _memory(kernel) > getattr(kernel, "memory", math.inf) + MAX_MEMORY:
+        raise TookTooMuch
     return end is not None and time.monotonic() >= end
+
+
+def _memory(kernel):
+    """Bytes that the kernel's process holds; 0 if nobody knows."""
+    try:
+        return psutil.Process(kernel.km.provisioner.pid).memory_info().rss
+    except (AttributeError, psutil.Error):
+        return 0
 
 
 def get_message(self, stream, timeout=None):
@@ -109,6 +126,7 @@ def runtest(self):
     if not kernel.is_alive():
         _fail(self, "not run", "not run: the kernel had already stopped")
     kernel.printed, kernel.last_reply, self.parent.timed_out = 0, None, False
+    kernel.memory = _memory(kernel)
     seconds = self.config.option.nbval_cell_timeout
     try:
         _runtest(self)
@@ -117,6 +135,9 @@ def runtest(self):
     except PrintedTooMuch:
         kernel.stop()
         _fail(self, "printed", f"printed more than {MAX_PRINTED:,} bytes")
+    except TookTooMuch:
+        kernel.stop()
+        _fail(self, "memory", f"took more than {MAX_MEMORY >> 30} GiB of memory")
     except NbCellError:
         if self.parent.timed_out:
             _fail(self, "timeout", f"ran longer than {seconds:g} s")
@@ -172,18 +193,27 @@ def _explain(item, message):
     for output in item.test_outputs or []:
         if output.output_type == "error":
             traceback = ANSI.sub("", "\n".join(output.traceback))
-            # The last arrow points at the line that raised.
-            arrows = re.findall(r"^-+> *(\d+) (.*)$", traceback, re.M)
-            where = f"line {arrows[-1][0]}: {arrows[-1][1].strip()}" if arrows else ""
             return {
                 "kind": "error",
                 "ename": output.ename,
                 "message": output.evalue,
-                "where": where,
+                "where": _innermost(traceback),
             }
     if getattr(item, "comparison_traceback", None):
         return {"kind": "differs", "message": _difference(item.cell.outputs, item.test_outputs)}
     return {"kind": "set-up", "message": message}
+
+
+def _innermost(traceback):
+    """The innermost line of the notebook's own that a traceback shows, even if a library raised the
+    error: `line 2: return block_sise`."""
+    found = ""
+    # Each frame begins with its place: `Cell In[3], line 2, in f(x)`, or `File ...:12, in g(x)`.
+    for frame in re.split(r"^(?=Cell In|File )", traceback, flags=re.M):
+        arrow = re.search(r"^-+> *(\d+) (.*)$", frame, re.M)
+        if arrow and not (found and frame.startswith("File ")):
+            found = f"line {arrow[1]}: {arrow[2].strip()}"
+    return found
 
 
 def _difference(expected, printed):

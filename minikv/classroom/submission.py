@@ -1,8 +1,9 @@
 """What a learner handed in: read with patience, and merged into the exercise as shipped.
 
-Editors rewrite notebooks (ids, metadata, encodings), and people copy, delete and add cells. So an
-answer is looked for by its grade_id, then by its cell id, then by the names that it defines. Checks
-and expected outputs always come from the shipped exercise, never from the learner's file.
+Editors rewrite notebooks (ids, metadata, encodings), and people copy, split, delete and add cells.
+So an answer is looked for by its grade_id, then by its cell id, then by the names that it defines;
+of several cells that carry its id all count, in order. Checks and expected outputs always come from
+the shipped exercise, never from the learner's file.
 """
 
 import ast
@@ -38,6 +39,7 @@ class Merged:
 
     notebook: object
     missing: set = field(default_factory=set)  # ids of answer cells that the submission lacks
+    turned: dict = field(default_factory=dict)  # id of an answer that is no code now -> its kind
     written: set = field(default_factory=set)  # ids of written answers that hold a sentence
     overwritten: set = field(default_factory=set)  # names the checks need, given another value
 
@@ -108,28 +110,96 @@ def _cell(raw):
 def merge(exercise, cells):
     """The shipped `exercise` with the answers among `cells`, and the learner's own extra cells."""
     merged = Merged(copy.deepcopy(exercise))
-    ids = {cell.id for cell in exercise.cells}
+    shipped = _Shipped(exercise)
     used = {}  # position in the submission -> id of the exercise's cell
+    pieces = {}  # id of an answer -> positions of cells that run before it
     for cell in merged.notebook.cells:
         role = role_of(cell)
-        if role not in ("answer", "written"):
-            continue
-        position = _find(cell, cells, used, ids)
-        if position is None:
-            if role == "answer":
-                merged.missing.add(cell.id)
-            continue
-        used[position] = cell.id
         if role == "answer":
-            cell.source = cells[position].source
+            found = _find(cell, cells, used, shipped)
+            used |= dict.fromkeys(found, cell.id)
+            if not found:
+                _note_missing(cell, cells, merged)
+                continue
+            pieces[cell.id], source = _joined([(i, cells[i].source) for i in found])
+            if not _empty(source):  # else it stays as shipped: not yet done
+                cell.source = source
             # The reference has no output here; one may stand in the solution for the reader.
             cell.outputs, cell.execution_count = [], None
-        elif _answered(cells[position], cell):
-            cell.source = cells[position].source
-            merged.written.add(cell.id)
-    _insert_extras(merged.notebook, exercise, cells, used)
+        elif role == "written":
+            found = _words(cell, cells, used, shipped)
+            used |= dict.fromkeys(found, cell.id)
+            text = "\n\n".join(cells[i].source for i in found)
+            if _answered(text, cell):
+                cell.source = text
+                merged.written.add(cell.id)
+    _insert_extras(merged.notebook, shipped, cells, used, pieces)
     merged.overwritten = _overwritten(merged.notebook, exercise)
     return merged
+
+
+def found_cells(exercise, cells):
+    """For each cell of a submission the id of the shipped cell that it holds; None: the learner's
+    own."""
+    shipped, used = _Shipped(exercise), {}
+    for cell in exercise.cells:
+        if role_of(cell) == "answer":
+            used |= dict.fromkeys(_find(cell, cells, used, shipped), cell.id)
+        elif role_of(cell) == "written":
+            used |= dict.fromkeys(_words(cell, cells, used, shipped), cell.id)
+    return [used.get(i) or shipped.claims(cell) for i, cell in enumerate(cells)]
+
+
+class _Shipped:
+    """How to tell a shipped cell in a submission: by its ids, or by its text."""
+
+    def __init__(self, exercise):
+        self.ids = {cell.id for cell in exercise.cells}
+        self.texts = {_squeezed(c.source): c.id for c in exercise.cells if _squeezed(c.source)}
+        self.order = [cell.id for cell in exercise.cells]
+        self.bound = set().union(
+            *(_bound(c.source) for c in exercise.cells if c.cell_type == "code")
+        )
+
+    def claims(self, cell):
+        """The id of the shipped cell that this one was made from; None: the learner's own."""
+        for name in (cell.grade_id, cell.cell_id):
+            if name in self.ids:
+                return name
+        return self.texts.get(_squeezed(cell.source))
+
+
+def _note_missing(cell, cells, merged):
+    merged.missing.add(cell.id)
+    for mine in cells:
+        if cell.id in (mine.grade_id, mine.cell_id) and mine.kind != "code":
+            merged.turned[cell.id] = mine.kind
+
+
+def _parses(source):
+    try:
+        ast.parse(without_magics(source))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _empty(source):
+    """Nothing but spaces and comments."""
+    return not re.sub(r"^\s*#.*$", "", source, flags=re.M).strip()
+
+
+def _joined(found):
+    """([positions that run before], source) of an answer's cells: (position, source) in order.
+
+    A cell that was split within a function makes sense only as a whole; of whole cells (one with a
+    helper, or an earlier try) each runs by itself, the last one as the answer.
+    """
+    sources = [source for _, source in found]
+    whole = "\n".join(sources)
+    if len(found) > 1 and not all(map(_parses, sources)) and _parses(whole):
+        return [], whole
+    return [position for position, source in found[:-1] if _parses(source)], sources[-1]
 
 
 def _overwritten(notebook, exercise):
@@ -174,12 +244,12 @@ def _squeezed(source):
 
 
 def _changed(mine, shipped):
-    return _squeezed(mine.source) not in ("", _squeezed(shipped.source))
+    return not _empty(mine.source) and _squeezed(mine.source) != _squeezed(shipped.source)
 
 
-def _answered(mine, shipped):
+def _answered(text, shipped):
     """Whether more than a word or two stands in a written answer, the placeholder not counted."""
-    own = _squeezed(mine.source).replace(_squeezed(shipped.source), "")
+    own = _squeezed(text).replace(_squeezed(shipped.source), "")
     return len(re.findall(r"\w", own)) >= MIN_LETTERS
 
 
@@ -187,47 +257,92 @@ def _names(source):
     return {function or variable for function, variable in TOP_NAMES.findall(source)}
 
 
-def _find(shipped, cells, used, ids):
-    """The position of the learner's version of a shipped cell, or None; `ids`: all shipped."""
-    free = [i for i, c in enumerate(cells) if i not in used and c.kind == shipped.cell_type]
-    unclaimed = [i for i in free if not {cells[i].grade_id, cells[i].cell_id} & ids]
-    names = _names(shipped.source) if shipped.cell_type == "code" else set()
-    ways = (
-        [i for i in free if cells[i].grade_id == shipped.id],
-        [i for i in free if cells[i].cell_id == shipped.id],
-        [i for i in unclaimed if names & _names(cells[i].source)],
+def _find(answer, cells, used, shipped):
+    """The positions of the learner's version of an answer cell, in order."""
+    free = [i for i, c in enumerate(cells) if i not in used and c.kind == "code"]
+    names = _names(answer.source)
+    named = [
+        i
+        for i in free
+        if names & _names(cells[i].source) and shipped.claims(cells[i]) in (None, answer.id)
+    ]
+    ways = [
+        [i for i in free if cells[i].grade_id == answer.id],
+        [i for i in free if cells[i].cell_id == answer.id],
+        [i for i in named if _changed(cells[i], answer)][-1:] or named[-1:],
+    ]
+    # Of a cell that was copied to try something else the untouched ones do not count, nor does an
+    # emptied one if the answer stands elsewhere.
+    edited = [[i for i in found if _changed(cells[i], answer)] for found in ways]
+    return next(filter(None, [*edited, *(found[-1:] for found in ways)]), [])
+
+
+def _words(written, cells, used, shipped):
+    """The positions of a written answer: its cell, and the learner's own words that follow it."""
+    claimed = [shipped.claims(cell) for cell in cells]
+    mine = [i for i, name in enumerate(claimed) if name == written.id]
+    before = shipped.order[: shipped.order.index(written.id)]
+    start = (
+        mine[-1]
+        if mine
+        else max((i for i, name in enumerate(claimed) if name in before), default=-1)
     )
-    for found in ways:
-        # Of a cell that was copied to try something else, the last one that is not the stub counts.
-        edited = [i for i in found if _changed(cells[i], shipped)]
-        if found:
-            return (edited or found)[-1]
-    return None
+    for i in range(start + 1, len(cells)):
+        if claimed[i] is not None or i in used:
+            break
+        if cells[i].kind != "code" or not _parses(cells[i].source):  # a sentence in a code cell
+            mine.append(i)
+    return mine
 
 
-def _insert_extras(notebook, exercise, cells, used):
-    """Puts the learner's own code cells where the answer beside them stands.
+def _insert_extras(notebook, shipped, cells, used, pieces):
+    """Puts the learner's own code cells where they stand; their own errors do not count.
 
-    A helper function written in a cell of its own must exist when the check runs: cells above the
-    first answer go before it, others follow the answer that they stand below. Their own errors do
-    not count.
+    A helper function written in a cell of its own must exist when the check runs, even if it stands
+    below it (its cell was run before): a cell of definitions that binds no name anew goes up to the
+    answer. Any other cell below a check, an experiment, must not run before it.
     """
-    shipped = {_squeezed(cell.source) for cell in exercise.cells}
-    ids = {cell.id for cell in exercise.cells}
-    before, after = [], {}
-    last = None
+    answers = [c.id for c in notebook.cells if role_of(c) == "answer"]
+    before, after, seen = [], {}, set(shipped.bound)
+    for cell in notebook.cells:
+        if cell.id in answers:
+            seen |= _bound(cell.source).keys()
+    anchor = answer = None  # the shipped cell, the answer that the learner's cell stands below
     for position, cell in enumerate(cells):
-        last = used.get(position, last) if cell.kind == "code" else last
-        own = cell.kind == "code" and position not in used and _squeezed(cell.source)
-        if not own or _squeezed(cell.source) in shipped or {cell.cell_id, cell.grade_id} & ids:
+        name = used.get(position) or shipped.claims(cell)
+        if cell.kind != "code" or name:
+            anchor = name if cell.kind == "code" else anchor
+            answer = name if name in answers else answer
+        if cell.kind != "code" or _empty(cell.source):
+            continue
+        if name and position not in pieces.get(name, ()):
             continue
         extra = nbformat.v4.new_code_cell(
             cell.source, id=f"extra-{position}", metadata={"tags": ["raises-exception"]}
         )
-        (before if last is None else after.setdefault(last, [])).append(extra)
-    first = next((c.id for c in notebook.cells if role_of(c) == "answer"), None)
+        if name:  # an answer's first part
+            pieces[name][pieces[name].index(position)] = extra
+            continue
+        helper = _only_defines(cell.source) and not _bound(cell.source).keys() & seen
+        seen |= _bound(cell.source).keys()
+        place = answer if helper else anchor
+        (before if answer is None else after.setdefault(place, [])).append(extra)
     result = []
     for cell in notebook.cells:
-        result += before if cell.id == first else []
-        result += [cell, *after.get(cell.id, [])]
+        result += before if answers and cell.id == answers[0] else []
+        result += [*pieces.get(cell.id, ()), cell, *after.get(cell.id, [])]
     notebook.cells = result
+
+
+def _only_defines(source):
+    """Whether a cell does no more than define functions, classes and constants."""
+    if not _parses(source):
+        return False
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom,
+             ast.Assign, ast.AnnAssign)  # fmt: skip
+    tree = ast.parse(without_magics(source))
+    stored = (n for n in ast.walk(tree) if isinstance(getattr(n, "ctx", None), ast.Store))
+    return all(
+        isinstance(node, kinds) or isinstance(getattr(node, "value", None), ast.Constant)
+        for node in tree.body
+    ) and not any(isinstance(n, ast.Attribute | ast.Subscript) for n in stored)

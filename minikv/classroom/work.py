@@ -6,6 +6,7 @@ with anyone's answers. A reset keeps what was there in `work/backup/`.
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from datetime import datetime
@@ -20,11 +21,12 @@ from minikv.classroom.source import (
     exercise_of,
     find_chapter,
     pristine_exercise,
+    read_notebook,
     role_of,
     to_bytes,
     write_if_changed,
 )
-from minikv.classroom.submission import merge, read_submission
+from minikv.classroom.submission import found_cells, merge, read_submission
 
 PASSED, WRITTEN = "passed", "written"  # what counts as done, coded or in words
 WORK = "work"
@@ -56,11 +58,32 @@ def chapter_of(path, metadata, root):
     )
 
 
+def require_exercise(path, cells, shipped, root, name):
+    """Raises CourseError for a chapter's own notebook, which has no exercises to check."""
+    exercises = {cell.id for cell in shipped.cells if role_of(cell)}
+    if any({cell.cell_id, cell.grade_id} & exercises for cell in cells):
+        return
+    chapter = Path(root, "notebooks", f"{name}.ipynb")
+    ids = {c.get("id") for c in read_notebook(chapter).cells} if chapter.is_file() else set()
+    mine = sum(cell.cell_id in ids for cell in cells)
+    if chapter.is_file() and (Path(path).resolve() == chapter.resolve() or 2 * mine > len(cells)):
+        number = name.split("_")[0]
+        raise CourseError(
+            f"{path} is the chapter, not its exercises; python -m minikv start {number} copies "
+            f"them to {WORK}/, and check {number} checks them there"
+        )
+
+
 def find_notebook(wanted, root):
     """A path as given; a number or a chapter's name is its copy in `work/`."""
     path = Path(wanted)
     if path.is_file() or (path.suffix == ".ipynb" and not path.is_dir()):
         return path
+    if match := re.fullmatch(r"(\d+)[.-](\d+)\w*", str(wanted)):
+        raise CourseError(
+            f"{wanted} is an exercise; all of its chapter are checked at once: "
+            f"python -m minikv check {int(match[1]):02d}"
+        )
     try:
         name = find_chapter(exercise_names(root), wanted)
     except CourseError:
@@ -154,18 +177,22 @@ def _restored(path, shipped, exercise):
     if not wanted:
         known = sorted({exercise_of(cell) for cell in shipped.cells} - {None})
         raise CourseError(f"there is no exercise {exercise!r}; there are: {', '.join(known)}")
-    read_submission(path)  # says in plain words what is wrong with an unreadable file
+    cells, _ = read_submission(path)  # says in plain words what is wrong with an unreadable file
     notebook = nbformat.reads(path.read_text(encoding="utf-8-sig"), as_version=4)
+    places = found_cells(shipped, cells)  # as `check` finds them, with or without ids
     order = [cell.id for cell in shipped.cells]
-    for cell in wanted:
-        here = [i for i, c in enumerate(notebook.cells) if _same_cell(c, cell)]
+    for cell in reversed(wanted):
+        here = [i for i, name in enumerate(places) if name == cell.id]
+        for i in reversed(here[1:]):  # the parts of a cell that was split
+            del notebook.cells[i], places[i]
         if here:
             notebook.cells[here[0]] = cell
             continue
         # Behind the nearest shipped cell before it that is still there.
         before = order[: order.index(cell.id)]
-        places = [i for i, c in enumerate(notebook.cells) if c.get("id") in before]
-        notebook.cells.insert(places[-1] + 1 if places else 0, cell)
+        place = max((i + 1 for i, name in enumerate(places) if name in before), default=0)
+        notebook.cells.insert(place, cell)
+        places.insert(place, cell.id)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     seen = set()
     for number, cell in enumerate(notebook.cells):
@@ -174,11 +201,6 @@ def _restored(path, shipped, exercise):
             cell.id = f"cell-{number}-{digest(cell.source)}"
         seen.add(cell.id)
     return notebook
-
-
-def _same_cell(mine, shipped):
-    grade_id = mine.metadata.get("nbgrader", {}).get("grade_id")
-    return grade_id == shipped.id or mine.get("id") == shipped.id
 
 
 def tally(exercises):
