@@ -1,4 +1,4 @@
-# ruff: noqa: B007, B905, E402, F811, F821, F841, RUF021
+# ruff: noqa: B905, E402, F811, F821, RUF021
 # Kept answers to the exercises of chapter 04; `python -m minikv check --audit 04` runs them.
 
 # %% ex-4-1 no delegate: the package turns tables into slots inside the runner only
@@ -186,7 +186,7 @@ def slot_mapping(table, B, computed, new, width):
 
 
 # %% ex-4-1 wrong: the last slots of the table
-# says: counted from its front, not from its end
+# says: slots is wrong in
 def slot_mapping(table, B, computed, new, width):
     slots = [b * B + i for b in table for i in range(B)]
     room = -(computed + new) % B
@@ -209,7 +209,7 @@ def slot_mapping(table, B, computed, new, width):
 
 
 # %% ex-4-1 wrong: blocks numbered from the first of the chunk
-# says: The place in the table follows from the position
+# says: counts from the request's first token
 # from: names of one's own
 # -     return [table[p // B] * B + p % B for p in chunk] + [-1] * (width - new)
 # +     return [table[(p - computed) // B] * B + p % B for p in chunk] + [-1] * (width - new)
@@ -795,13 +795,11 @@ class MyManager(KVCacheManager):
 # %% ex-4-2 wrong: one list for all managers, cleared
 # says: each with a pool of its own
 # -     """Blocks are taken when tokens about to be computed need them, and given back at the end."""
+# +     """Blocks are taken when tokens about to be computed need them, and given back at the end."""
 # +     ids = []
 # -         self.free_block_ids = deque(range(num_blocks))
 # +         self.ids.clear()
 # +         self.ids.extend(range(num_blocks))
-# -         # Tokens counted: those in the pool after this step. The one it samples is not.
-# -         num_tokens = request.num_computed_tokens + num_new_tokens
-# +         num_tokens = request.num_computed_tokens + num_new_tokens
 # -         if more > len(self.free_block_ids):
 # +         if more > len(self.ids):
 # - self.free_block_ids.popleft
@@ -844,7 +842,7 @@ class MyManager(KVCacheManager):
 
 
 # %% ex-4-2 wrong: tables replaced by a dict of its own
-# says: it notes the request
+# says: set_table does both
 # from: a list of free ids
 # -         return self.set_table(request, table + [self.ids.pop() for _ in range(more)])
 # +         self.tables = {
