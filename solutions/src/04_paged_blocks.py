@@ -38,17 +38,25 @@
 import copy
 import math
 import random
-from collections import Counter, deque
+from collections import Counter, deque  # noqa: F401  (Counter may be of use to you)
 from typing import NamedTuple
 
-from minikv import LLM, ContiguousKVCacheManager, KVCacheManager
-from minikv import PagedKVCacheManager, Request, SamplingParams
-from minikv.classroom.harness import Delegated, Endless, ask, begin, bounded, check
-from minikv.classroom.harness import examine, lent, list_of_numbers, ours, told
+from minikv import (
+    LLM,
+    ContiguousKVCacheManager,
+    KVCacheManager,
+    PagedKVCacheManager,
+    Request,
+    SamplingParams,
+)
+from minikv.classroom.harness import ask, begin, check, examine, lent, ours, told
+from minikv.classroom.harness.bounds import Delegated, Endless, bounded
+from minikv.classroom.harness.values import list_of_numbers
 from minikv.kv_cache.base import InvariantBroken, cdiv
 from minikv.model.loader import load
 
-tiny = load("tiny", dtype="float32", device="cpu")  # a random model: instant, its text is noise
+# a random model: instant, its text is noise
+tiny = load("tiny", dtype="float32", device="cpu")
 begin(
     globals(),
     forbidden={"minikv.kv_cache.": "the package's own manager"},
@@ -120,7 +128,7 @@ def run_engine(manager, lengths):
 
 # %% ex-4-1
 def slot_mapping(block_table, block_size, num_computed_tokens, num_new_tokens, width):
-    """A list of width slots: one for each of the step's tokens, then -1 for the padding."""
+    """A list of width slots: one for each of the step's tokens, then -1 as padding."""
     ### BEGIN SOLUTION
     slots = []
     for position in range(num_computed_tokens, num_computed_tokens + num_new_tokens):
@@ -187,7 +195,8 @@ def exercise_4_1(slot_mapping):
     examine(slot_mapping, inputs, case_4_1)
     num_single = sum(new == 1 for *_, new, _ in inputs)
     num_padded = sum(width > new for *_, new, width in inputs)
-    print(f"{len(inputs)} rows right: {num_single} of one token, {num_padded} with padding")
+    kinds = f"{num_single} of one token, {num_padded} with padding"
+    print(f"{len(inputs)} rows right: {kinds}")
     for table in ([7, 2, 5], [7, 2, 0]):
         print(f"the table {table}: slots {list(ask(slot_mapping, table, 4, 6, 4, 6))}")
 
@@ -254,7 +263,7 @@ def exercise_4_1(slot_mapping):
 
 # %% ex-4-2
 class MyManager(KVCacheManager):
-    """Blocks are taken when tokens about to be computed need them, and given back at the end."""
+    """Takes blocks when tokens about to be computed need them, gives them back at the end."""
 
     def __init__(self, num_blocks, block_size):
         super().__init__(num_blocks, block_size)
@@ -268,7 +277,8 @@ class MyManager(KVCacheManager):
         more = cdiv(num_tokens, self.block_size) - len(table)
         if more > len(self.free_block_ids):
             return None
-        return self.set_table(request, table + [self.free_block_ids.popleft() for _ in range(more)])
+        new = [self.free_block_ids.popleft() for _ in range(more)]
+        return self.set_table(request, table + new)
         ### END SOLUTION
 
     def free(self, request):
@@ -321,7 +331,7 @@ def refused(manager, request, old, more, free):
     if more == 0:
         return f"{request.request_id} needs no new block, and was refused: return its table as it is."
     unused = set(range(manager.watch_size)).difference(*tables_of(manager).values())
-    starts = [old[-1] + 1] if old else unused
+    starts = [old[-1] + 1] if old and more < free else unused
     neighbours = any(unused.issuperset(range(block, block + more)) for block in starts)
     said = f"{request.request_id} needs {more} more blocks and was refused, but {free} are held by nobody."
     if not neighbours:
@@ -570,7 +580,8 @@ def exercise_4_2(MyManager):
         logs = [play(managed, num_blocks, B, moves, max_tokens=most) for moves in plays]
         num_calls = sum(len(m.watch_log) for m in logs)
         num_refused = sum(m.watch_refused for m in logs)
-        print(f"{num_blocks:2} blocks of {B:2}: {num_calls:3} calls, {num_refused:2} refused")
+        seen = f"{num_calls:3} calls, {num_refused:2} refused"
+        print(f"{num_blocks:2} blocks of {B:2}: {seen}")
 
 # %% check-4-2-b
 @check
@@ -581,9 +592,11 @@ def exercise_4_2_in_the_engine(MyManager):
     for B in (1, 2, 4, 16):
         manager = managed(64 // B, B)
         tokens, num_preemptions = run_engine(manager, lengths)
-        assert tokens == expected, f"With blocks of {B} other tokens came out than under slabs."
+        said = f"With blocks of {B} other tokens came out than under slabs."
+        assert tokens == expected, said
         assert not manager.tables, f"At the end {list(manager.tables)} still hold blocks."
-        manager.allocate_slots(Request("all", num_prompt_tokens=64), 64)  # nothing was lost
+        # Nothing was lost:
+        manager.allocate_slots(Request("all", num_prompt_tokens=64), 64)
         refused = f"{manager.watch_refused:2} refusals, {num_preemptions:2} preemptions"
         print(f"{64 // B:2} blocks of {B:2}: tokens as under slabs; {refused}")
 
@@ -593,10 +606,11 @@ def exercise_4_2_in_the_engine(MyManager):
 
 # %% on-smollm2 tags=["solution", "nbval-ignore-output"]
 def on_smollm2(manager):
-    questions = ["What is the capital of Italy?", "Name three colours.", "Why is the sky blue?"]
+    questions = ["What is the capital of Italy?", "Name three colours."]
     chats = [[{"role": "user", "content": question}] for question in questions]
     llm = LLM("smollm2", kv_cache_manager=manager, check_every_step=True)
-    return [output.outputs[0].text for output in llm.generate(chats, SamplingParams(max_tokens=24), use_tqdm=False)]
+    outputs = llm.generate(chats, SamplingParams(max_tokens=24), use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
 
 
 for answer in on_smollm2(MyManager(96, 16)):
@@ -649,9 +663,9 @@ for answer in on_smollm2(MyManager(96, 16)):
 
 # %% ex-4-3
 def held_after_generation(batch, block_size, num_layers, bytes_per_token_and_layer):
-    """(num_blocks, unused_slots, unused_bytes) of requests that have sampled their last token."""
+    """(num_blocks, unused_slots, unused_bytes), once all have sampled their last token."""
     ### BEGIN SOLUTION
-    written = [num_prompt_tokens + num_output_tokens - 1 for num_prompt_tokens, num_output_tokens in batch]
+    written = [num_prompt + num_output - 1 for num_prompt, num_output in batch]
     num_blocks = sum(cdiv(num_tokens, block_size) for num_tokens in written)
     unused_slots = num_blocks * block_size - sum(written)
     return num_blocks, unused_slots, unused_slots * num_layers * bytes_per_token_and_layer
@@ -713,10 +727,12 @@ def exercise_4_3(held_after_generation):
     rng = random.Random(3)
     batch = [(rng.randint(20, 600), rng.randint(20, 400)) for _ in range(40)]
     for B in (4, 16, 64):
-        num_blocks, unused, num_bytes = map(int, ask(held_after_generation, batch, B, 30, 768))
+        found = ask(held_after_generation, batch, B, 30, 768)
+        num_blocks, unused, num_bytes = map(int, found)
         held = f"{num_blocks:5,} blocks hold {num_blocks * B:6,} slots"
         share = f"{100 * unused / (num_blocks * B):4.1f}%, {unused / 40:4.1f} a request"
-        print(f"blocks of {B:2}: {held}, {unused:5,} unused: {share}; {num_bytes / 1e6:5.1f} MB")
+        share += f"; {num_bytes / 1e6:5.1f} MB"
+        print(f"blocks of {B:2}: {held}, {unused:5,} unused: {share}")
 
 # %% [markdown]
 # A request never wastes more than `block_size - 1` slots. If any length is as likely as another, it is half
@@ -732,11 +748,14 @@ def exercise_4_3(held_after_generation):
 # mend it.** All around it is right: `Ruled` takes as many blocks as the rule says.
 
 # %% suspect-4-4
-def suspect_rule(num_computed_tokens, num_new_tokens, num_tokens, num_held_blocks, block_size):
+def suspect_rule(
+    num_computed_tokens, num_new_tokens, num_tokens, num_held_blocks, block_size
+):
     """How many blocks to take before a step computes num_new_tokens tokens."""
     if num_held_blocks == 0:  # the request is new
         return cdiv(num_new_tokens, block_size)
-    return int(num_computed_tokens % block_size == 0)  # the blocks held are full: take one more
+    # Where the blocks held are full, take one more:
+    return int(num_computed_tokens % block_size == 0)
 
 
 class Ruled(PagedKVCacheManager):
@@ -758,7 +777,8 @@ class Ruled(PagedKVCacheManager):
 
 # %% served-4-4
 lengths = [(3, 9), (4, 9), (8, 9)]
-print("tokens as under chapter 02's slabs:", run_engine(Ruled(20, 4), lengths) == run_engine(slabs(), lengths))
+same_tokens = run_engine(Ruled(20, 4), lengths) == run_engine(slabs(), lengths)
+print("tokens as under chapter 02's slabs:", same_tokens)
 
 # %% [markdown]
 # Then longer prompts came. A step of this engine computes 16 tokens at most, so they go in as *chunks*, one
@@ -813,7 +833,8 @@ def failing_cases():
                 held = computed = 0
                 while computed < num_prompt_tokens:
                     new = min(num_chunk_tokens, num_prompt_tokens - computed)
-                    held += suspect_rule(computed, new, num_prompt_tokens, held, block_size)
+                    counts = computed, new, num_prompt_tokens, held, block_size
+                    held += suspect_rule(*counts)
                     if held < cdiv(computed + new, block_size):
                         case = block_size, num_prompt_tokens, num_chunk_tokens
                         found.setdefault(computed % block_size == 0, case)
@@ -885,7 +906,8 @@ def smallest(name):
 def exercise_4_4(failing_cases):
     value = ask(failing_cases)
     said = "failing_cases must return (at_boundary, inside), each of three numbers"
-    assert isinstance(value, list | tuple) and len(value) == 2, f"{said}, not {value!r:.100}"
+    right_kind = isinstance(value, list | tuple) and len(value) == 2
+    assert right_kind, f"{said}, not {value!r:.100}"
     for name, case in zip(("at_boundary", "inside"), value, strict=True):
         judge_failing(name, case)
     for name, case in zip(("at_boundary", "inside"), value, strict=True):
@@ -907,7 +929,9 @@ except InvariantBroken as error:
 # returns an int.
 
 # %% ex-4-4-b
-def mended_rule(num_computed_tokens, num_new_tokens, num_tokens, num_held_blocks, block_size):
+def mended_rule(
+    num_computed_tokens, num_new_tokens, num_tokens, num_held_blocks, block_size
+):
     """How many blocks to take before a step computes num_new_tokens tokens."""
     ### BEGIN SOLUTION
     return cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
@@ -997,10 +1021,11 @@ def exercise_4_4_mended(mended_rule):
 class Books(NamedTuple):
     """A paged manager's books at one moment.
 
-    tables: name -> block ids, in the order of the tokens. num_computed_tokens: name -> tokens.
+    tables: name -> block ids, in the order of the tokens.
+    num_computed_tokens: name -> tokens.
     ref_cnt: for each block of the pool, how many tables name it.
     free: ids of blocks that nobody holds and nobody wants.
-    cached_free: ids of blocks that nobody holds, whose content is kept in case it is wanted again.
+    cached_free: ids of blocks that nobody holds, whose content is kept for reuse.
     """
 
     num_blocks: int
@@ -1081,7 +1106,7 @@ def check_books(books):
     for block, names in holders.items():
         num_listed = books.free.count(block) + books.cached_free.count(block)
         if bool(names) + num_listed != 1:
-            raise InvariantBroken(f"block {block}: in tables {names}, {num_listed}x in lists")
+            raise InvariantBroken(f"block {block}: in {names}, {num_listed}x in lists")
         if len(names) != books.ref_cnt[block]:
             raise InvariantBroken(
                 f"block {block}: ref_cnt is {books.ref_cnt[block]}, but {names} name it"
@@ -1323,9 +1348,9 @@ def judge_checker(check_books):
 # %% check-4-5
 @check
 def exercise_4_5(check_books):
-    num_right, num_right_traffic, num_broken, num_broken_traffic = judge_checker(check_books)
-    print(f"right books pass: {num_right} small ones, {num_right_traffic} of random traffic")
-    print(f"broken books are caught: {num_broken} small ones, {num_broken_traffic} of random traffic")
+    right, right_traffic, broken, broken_traffic = judge_checker(check_books)
+    print(f"right books pass: {right} small, {right_traffic} of random traffic")
+    print(f"broken ones are caught: {broken} small, {broken_traffic} of random traffic")
 
 # %% [markdown]
 # Your own messages, once the check has passed: would they help you at three in the morning?

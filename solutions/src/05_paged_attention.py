@@ -48,13 +48,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from minikv import LLM, SamplingParams
-from minikv.classroom.harness import ask, begin, check, examine
-from minikv.classroom.harness import lent, name_of, numbers, ours, plain, same, text
+from minikv.classroom.harness import ask, begin, check, examine, lent, ours
+from minikv.classroom.harness.bounds import name_of
+from minikv.classroom.harness.values import numbers, plain, same, text
 from minikv.kv_cache.base import cdiv
 from minikv.model.loader import load
 from minikv.specs import ModelSpec, find_model
 
-tiny = load("tiny", dtype="float32", device="cpu")  # a random model: instant, its text is noise
+# a random model: instant, its text is noise
+tiny = load("tiny", dtype="float32", device="cpu")
 OWN = "the package's own attention"
 begin(globals(), forbidden={"minikv.model.": OWN, "minikv.bench": OWN})
 
@@ -83,9 +85,10 @@ def tensor(value, shape, said):
 # %% example-5-1
 # K and V, 3 blocks and the padding block, 1 kv head, 2 slots, head_dim 2
 example_pool = torch.full((2, 4, 1, 2, 2), 1e4)
-example_pool[:, 2, 0, 0] = torch.tensor([[0.5, 1.0], [1.0, 2.0]])  # token 0: its key, its value
-example_pool[:, 2, 0, 1] = torch.tensor([[1.0, 0.0], [3.0, 4.0]])  # token 1
-example_pool[:, 0, 0, 0] = torch.tensor([[0.0, 0.0], [5.0, 9.0]])  # token 2
+# token 0: its key, its value; then tokens 1 and 2
+example_pool[:, 2, 0, 0] = torch.tensor([[0.5, 1.0], [1.0, 2.0]])
+example_pool[:, 2, 0, 1] = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
+example_pool[:, 0, 0, 0] = torch.tensor([[0.0, 0.0], [5.0, 9.0]])
 for block in range(3):
     print(f"values of block {block}:", example_pool[1, block, 0].tolist())
 
@@ -126,10 +129,11 @@ for block in range(3):
 
 # %% ex-5-1
 def gather_attention(query, pool, block_table, seq_len, scaling):
-    """Attention of one query, [num_query_heads, head_dim], over the first seq_len slots of its table.
+    """Attention of one query over the first seq_len slots of its table.
 
-    pool: [2, num_blocks + 1, num_kv_heads, block_size, head_dim]. block_table: a list of block ids.
-    Returns [num_query_heads, head_dim].
+    query: [num_query_heads, head_dim], which is also the output's shape.
+    pool: [2, num_blocks + 1, num_kv_heads, block_size, head_dim].
+    block_table: a list of block ids.
     """
     ### BEGIN SOLUTION
     keys, values = pool[:, block_table].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
@@ -334,9 +338,11 @@ def exercise_5_1(gather_attention):
     examine(gather_attention, inputs, case_5_1, describe_5_1)
     zeros = torch.zeros(1, 2)
     mean = ask(gather_attention, zeros, example_pool, [2, 0], 3, 0.5)
-    print(f"the example: {text(tensor(mean, (1, 2), 'gather_attention must return a tensor'))}")
+    mean = tensor(mean, (1, 2), "gather_attention must return a tensor")
+    print(f"the example: {text(mean)}")
     num_longer = sum(len(args[2]) > 2 for args in inputs)
-    print(f"{len(inputs)} queries right, {num_longer} of them with a table of three blocks or more")
+    longer = f"{num_longer} of them with a table of three blocks or more"
+    print(f"{len(inputs)} queries right, {longer}")
     judge_engine(gather_attention)
 
 # %% [markdown]
@@ -359,7 +365,8 @@ def exercise_5_1(gather_attention):
 # %% example-5-2
 scores, values = torch.tensor([10_000.0, 9_999.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 print("exp:", scores.exp().tolist())
-print("exp(score - largest):", [round(weight, 4) for weight in (scores - scores.max()).exp().tolist()])
+weights = (scores - scores.max()).exp().tolist()
+print("exp(score - largest):", [round(weight, 4) for weight in weights])
 
 # %% [markdown]
 # Of a block a row keeps
@@ -424,7 +431,7 @@ def of_block(scores, values):
 
 
 def merged(one, other):
-    """The same three of both blocks together, from each block's (largest, total, mixed)."""
+    """The same three of both blocks together, from those of each."""
     ### BEGIN SOLUTION
     largest = one[0].maximum(other[0])
     reference = largest.masked_fill(largest == -math.inf, 0.0)
@@ -586,7 +593,8 @@ def exercise_5_2(of_block, merged):
     inputs = list(inputs_block())
     examine(of_block, inputs, case_block, describe_block)
     num_blind = sum(bool((s == -math.inf).all(-1).any()) for s, _ in inputs)
-    print(f"of_block: {len(inputs)} blocks right, {num_blind} with a row that sees nothing")
+    blind = f"{num_blind} with a row that sees nothing"
+    print(f"of_block: {len(inputs)} blocks right, {blind}")
     inputs = list(inputs_merged())
     examine(merged, inputs, case_merged, describe_merged)
     print(f"merged: {len(inputs)} pairs right")
@@ -614,7 +622,8 @@ def exercise_5_2(of_block, merged):
 # Two things are new. Unwritten slots may hold NaN, which no multiplication makes harmless:
 
 # %% example-5-3
-weights, values = torch.tensor([0.75, 0.25, 0.0]), torch.tensor([[1.0], [5.0], [math.nan]])
+weights = torch.tensor([0.75, 0.25, 0.0])
+values = torch.tensor([[1.0], [5.0], [math.nan]])
 print("weight 0, NaN in the slot:", (weights @ values).item())
 print("the slot cut off:         ", (weights[:2] @ values[:2]).item())
 
@@ -654,9 +663,10 @@ print("the slot cut off:         ", (weights[:2] @ values[:2]).item())
 
 # %% ex-5-3
 def online_attention(query, pool, block_table, seq_len, scaling):
-    """As gather_attention, one block at a time. query: [num_query_heads, head_dim].
+    """As gather_attention, one block at a time.
 
-    pool: [2, num_blocks + 1, num_kv_heads, block_size, head_dim]. Returns [num_query_heads, head_dim].
+    query: [num_query_heads, head_dim], which is also the output's shape.
+    pool: [2, num_blocks + 1, num_kv_heads, block_size, head_dim].
     """
     ### BEGIN SOLUTION
     _, _, num_kv_heads, block_size, head_dim = pool.shape
@@ -864,9 +874,11 @@ def exercise_5_3(online_attention):
 
 # %% on-smollm2 tags=["solution", "nbval-ignore-output"]
 def on_smollm2(backend):
-    chats = [[{"role": "user", "content": question}] for question in ("What is the capital of France?", "Name three colours.")]
+    questions = ["What is the capital of France?", "Name three colours."]
+    chats = [[{"role": "user", "content": question}] for question in questions]
     llm = LLM("smollm2", dtype="float32", attention_backend=backend)
-    outputs = llm.generate(chats, SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)
+    params = SamplingParams(max_tokens=12, temperature=0)
+    outputs = llm.generate(chats, params, use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
 
 
@@ -883,8 +895,8 @@ print(answers)
 #
 # A prompt of `num_tokens` tokens is computed in chunks. `num_computed_tokens` of it lie in the pool
 # already; this step computes `num_new_tokens` more, and has written their keys and values. Blocks for the whole
-# prompt stand in the table, so that `num_slots` slots were gathered, whole blocks; slot j is the place of the token at
-# position j. There is a row for each new token; `True` means that it may see the slot, and a token sees itself
+# prompt stand in the table, perhaps some ahead, so that `num_slots` slots were gathered, whole blocks;
+# slot j is the place of the token at position j. There is a row for each new token; `True` means that it may see the slot, and a token sees itself
 # and all before it.
 #
 # ```text
@@ -1023,7 +1035,8 @@ def inputs_5_4(windows=(None,)):
 def exercise_5_4(chunk_mask):
     inputs = list(inputs_5_4())
     examine(chunk_mask, inputs, case_5_4, chunk_text)
-    print(f"{len(inputs)} masks right. A prompt of 9 tokens, 4 computed, a chunk of 3, blocks of 4:")
+    print(f"{len(inputs)} masks right.")
+    print("A prompt of 9 tokens, 4 computed, a chunk of 3, blocks of 4:")
     print(drawn_mask(chunk_mask, 9, 4, 3, 12))
 
 # %% [markdown]
@@ -1055,9 +1068,9 @@ def exercise_5_4(chunk_mask):
 
 # %% ex-5-4-b
 def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, window):
-    """As chunk_mask, but a token sees at most the last `window` slots, its own included."""
+    """As chunk_mask, but a token sees at most the last `window` slots, its own too."""
     ### BEGIN SOLUTION
-    position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+    position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
     slot = torch.arange(num_slots)[None]
     return (slot <= position) & (slot > position - window)
     ### END SOLUTION
@@ -1127,7 +1140,8 @@ def step_bytes(spec, seq_lens, block_size):
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
     weights = spec.num_parameters * spec.dtype_bytes
-    return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+    gathered = 3 * num_blocks * block_size * token
+    return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
     ### END SOLUTION
 
 # %% bytes-5-5 jupyter={"source_hidden": true}
@@ -1233,8 +1247,9 @@ def exercise_5_5(step_bytes):
         spec = find_model(name)
         read = ask(step_bytes, spec, [seq_len] * batch, 16)
         weights, in_place, gathered, tables = map(float, read)
-        print(f"{spec.name:13}{batch:3} requests of {seq_len:5,}: weights {weights / 1e9:5.2f} GB, "
-              f"in place {in_place / 1e9:5.2f}, gathered {gathered / 1e9:6.2f}, "
+        print(f"{spec.name:13}{batch:3} requests of {seq_len:5,}: "
+              f"weights {weights / 1e9:5.2f} GB, in place {in_place / 1e9:5.2f}, "
+              f"gathered {gathered / 1e9:6.2f}, "
               f"tables {tables / 1e3:4.0f} KB; gathering, the step moves "
               f"{(weights + gathered) / (weights + in_place):.2f}x")  # fmt: skip
 
@@ -1255,7 +1270,8 @@ def exercise_5_5(step_bytes):
 # Test yourself before you hand it in, with your own function of exercise 5.1 and this input:
 
 # %% try-5-6
-query, pool_5_6, table, _, scaling = paged_input(56, [5, 1, 3], 12, 4, num_kv_heads=2, per_kv=2, head_dim=8)
+heads = {"num_kv_heads": 2, "per_kv": 2, "head_dim": 8}
+query, pool_5_6, table, _, scaling = paged_input(56, [5, 1, 3], 12, 4, **heads)
 print("table", table, "sorted", sorted(table), "block_size", 4)
 
 # %% [markdown]
@@ -1271,11 +1287,16 @@ print("table", table, "sorted", sorted(table), "block_size", 4)
 
 # %% tried-5-6 tags=["solution"]
 def difference(seq_len):
-    one, other = (gather_attention(query, pool_5_6, blocks, seq_len, scaling) for blocks in (table, sorted(table)))
+    one, other = (
+        gather_attention(query, pool_5_6, blocks, seq_len, scaling)
+        for blocks in (table, sorted(table))
+    )
     return float((one - other).abs().max())
 
 
-print(*(f"seq_len {seq_len}: {'under 1e-5' if difference(seq_len) < 1e-5 else f'{difference(seq_len):.2f}'}" for seq_len in (12, 11, 10, 9, 8)), sep="\n")
+for seq_len in (12, 11, 10, 9, 8):
+    apart = difference(seq_len)
+    print(f"seq_len {seq_len}:", "under 1e-5" if apart < 1e-5 else f"{apart:.2f}")
 
 # %% [markdown] written-5-6 points=2
 # A decode query sees all slots of its request, and attention is a sum over pairs of key and value: in whatever

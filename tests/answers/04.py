@@ -794,16 +794,17 @@ class MyManager(KVCacheManager):
 
 # %% ex-4-2 wrong: one list for all managers, cleared
 # says: each with a pool of its own
-# -     """Blocks are taken when tokens about to be computed need them, and given back at the end."""
-# +     """Blocks are taken when tokens about to be computed need them, and given back at the end."""
+# -     """Takes blocks when tokens about to be computed need them, gives them back at the end."""
+# +     """Takes blocks when tokens about to be computed need them, gives them back at the end."""
 # +     ids = []
 # -         self.free_block_ids = deque(range(num_blocks))
 # +         self.ids.clear()
 # +         self.ids.extend(range(num_blocks))
 # -         if more > len(self.free_block_ids):
 # +         if more > len(self.ids):
-# - self.free_block_ids.popleft
-# + self.ids.pop
+# -         new = [self.free_block_ids.popleft() for _ in range(more)]
+# -         return self.set_table(request, table + new)
+# +         return self.set_table(request, table + [self.ids.pop() for _ in range(more)])
 # - self.free_block_ids.extend(self.drop_table(request)
 # + self.ids += self.drop_table(request
 
@@ -1381,36 +1382,30 @@ def mended_rule(computed, new, num_tokens, held, B):
 
 # %% ex-4-4-b wrong: at most two
 # says: can cross a boundary, or several
-def mended_rule(
-    num_computed_tokens, num_new_tokens, num_tokens, num_held_blocks, block_size
-):
-    return (
-        min(2, cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks)
-        if num_held_blocks
-        else cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
-    )
+# -     return cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
+# +     return (
+# +         min(2, cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks)
+# +         if num_held_blocks
+# +         else cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
+# +     )
 
 
 # %% ex-4-4-b wrong: at most three
 # says: can cross a boundary, or several
-def mended_rule(
-    num_computed_tokens, num_new_tokens, num_tokens, num_held_blocks, block_size
-):
-    return (
-        min(3, cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks)
-        if num_held_blocks
-        else cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
-    )
+# -     return cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
+# +     return (
+# +         min(3, cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks)
+# +         if num_held_blocks
+# +         else cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
+# +     )
 
 
 # %% ex-4-4-b wrong: at most eight
 # says: number of new blocks is wrong in
-def mended_rule(
-    num_computed_tokens, num_new_tokens, num_tokens, num_held_blocks, block_size
-):
-    return min(
-        8, cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
-    )
+# -     return cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
+# +     return min(
+# +         8, cdiv(num_computed_tokens + num_new_tokens, block_size) - num_held_blocks
+# +     )
 
 
 # %% ex-4-5 right: place by place

@@ -665,8 +665,8 @@ def merged(one, other):
 
 # %% ex-5-2 wrong: only the first block shrinks
 # says: either side may have to shrink
-# -     """The same three of both blocks together, from each block's (largest, total, mixed)."""
-# +     """The same three of both blocks together, from each block's (largest, total, mixed)."""
+# -     """The same three of both blocks together, from those of each."""
+# +     """The same three of both blocks together, from those of each."""
 # +     shrink = (one[0] - other[0]).exp()
 # -     reference = largest.masked_fill(largest == -math.inf, 0.0)
 # -     shrink, shrink_other = (one[0] - reference).exp(), (other[0] - reference).exp()
@@ -677,8 +677,8 @@ def merged(one, other):
 
 # %% ex-5-2 wrong: only the second block shrinks
 # says: either side may have to shrink
-# -     """The same three of both blocks together, from each block's (largest, total, mixed)."""
-# +     """The same three of both blocks together, from each block's (largest, total, mixed)."""
+# -     """The same three of both blocks together, from those of each."""
+# +     """The same three of both blocks together, from those of each."""
 # +     shrink = (other[0] - one[0]).exp()
 # -     reference = largest.masked_fill(largest == -math.inf, 0.0)
 # -     shrink, shrink_other = (one[0] - reference).exp(), (other[0] - reference).exp()
@@ -854,8 +854,8 @@ def merged(one, other):
 # -     # Against -inf nothing can be measured: (-inf) - (-inf) is NaN.
 # -     reference = largest.masked_fill(largest == -math.inf, 0.0)
 # +     reference = largest.masked_fill(largest == -math.inf, 0.0)
-# -     """The same three of both blocks together, from each block's (largest, total, mixed)."""
-# +     """The same three of both blocks together, from each block's (largest, total, mixed)."""
+# -     """The same three of both blocks together, from those of each."""
+# +     """The same three of both blocks together, from those of each."""
 # +     if bool((one[0] == -math.inf).any()):
 # +         return other
 # +     if bool((other[0] == -math.inf).any()):
@@ -1719,7 +1719,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: one too many
 # says: one slot too many is seen
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1729,7 +1729,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: one too few
 # says: one slot too few is seen
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1739,7 +1739,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: one window for all rows, the last one's
 # says: the first row's window is not
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1749,7 +1749,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: one window for all rows, the first one's
 # says: the last row's window is not
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1759,7 +1759,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: the window stands at the beginning
 # says: not the first of the sequence
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1769,7 +1769,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: what lies ahead is seen
 # says: what lies ahead stays hidden
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1779,7 +1779,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: a window to both sides
 # says: what lies ahead stays hidden
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1789,7 +1789,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: no window
 # says: The window was not used
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1799,7 +1799,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: a window within the chunk
 # says: was counted within the chunk
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1809,7 +1809,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: the chunk taken for the prompt's end
 # says: The key length is what has been written
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1819,7 +1819,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: itself hidden
 # says: A token sees itself
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1829,7 +1829,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: True where hidden
 # says: True means that the query may see
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1839,7 +1839,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: an even window rounded down
 # says: mask is wrong in
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1848,7 +1848,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: an even window rounded up
 # says: mask is wrong in
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1857,7 +1857,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: window to power of two
 # says: mask is wrong in
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1866,7 +1866,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: window at most 8
 # says: mask is wrong in
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -1875,7 +1875,7 @@ def windowed_mask(num_tokens, num_computed_tokens, num_new_tokens, num_slots, wi
 
 # %% ex-5-4-b wrong: a window that wraps around
 # says: mask is wrong in
-# -     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[:, None]
+# -     position = num_computed_tokens + torch.arange(num_new_tokens)[:, None]
 # +     position = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)[
 # +         :, None
 # +     ]
@@ -2076,7 +2076,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: weights for each request
 # says: read once for all requests
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         len(seq_lens) * spec.num_parameters * spec.dtype_bytes,
 # +         sum(seq_lens) * token,
@@ -2088,7 +2089,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: weights for each layer
 # says: counts the weights of all layers already
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_layers * spec.num_parameters * spec.dtype_bytes,
 # +         sum(seq_lens) * token,
@@ -2113,7 +2115,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: one slot for each request
 # says: that query reads the whole context
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         len(seq_lens) * token,
@@ -2125,7 +2128,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: in place reads whole blocks
 # says: the tail of the last block is not read
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         num_blocks * block_size * token,
@@ -2137,7 +2141,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: as long as the longest
 # says: not the longest of the batch
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         len(seq_lens) * max(seq_lens) * token,
@@ -2162,7 +2167,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: tables with the chapter's padding
 # says: not the longest of the batch
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         sum(seq_lens) * token,
@@ -2174,7 +2180,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: gather without the tails
 # says: the tail of the last one is moved as well
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         sum(seq_lens) * token,
@@ -2186,7 +2193,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: gather reads only
 # says: The copy is written, too
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         sum(seq_lens) * token,
@@ -2198,7 +2206,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: gather reads and writes
 # says: After the copy is written attention reads it
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         sum(seq_lens) * token,
@@ -2210,7 +2219,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: a table per layer
 # says: One table serves all layers
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         sum(seq_lens) * token,
@@ -2222,7 +2232,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: an entry for each token
 # says: A table has an entry for each block
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         sum(seq_lens) * token,
@@ -2234,7 +2245,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: rounded down
 # says: last block has an entry, too
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         sum(seq_lens) * token,
@@ -2259,7 +2271,8 @@ def step_bytes(spec, seq_lens, block_size):
 # %% ex-5-5 wrong: one more entry, full or not
 # says: A full last block needs no further one
 # -     weights = spec.num_parameters * spec.dtype_bytes
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         spec.num_parameters * spec.dtype_bytes,
 # +         sum(seq_lens) * token,
@@ -2288,7 +2301,8 @@ def step_bytes(spec, seq_lens, block_size):
 # -     """(weights, in_place, gathered, tables), in bytes, of one decode step."""
 # +     """(weights, in_place, gathered, tables), in bytes, of one decode step."""
 # +     seq_lens = set(seq_lens)
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         weights,
 # +         sum(seq_lens) * token,
@@ -2301,7 +2315,8 @@ def step_bytes(spec, seq_lens, block_size):
 # says: equal length are two
 # -     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in seq_lens)
 # +     num_blocks = sum(cdiv(seq_len, block_size) for seq_len in set(seq_lens))
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         weights,
 # +         sum(seq_lens) * token,
@@ -2312,7 +2327,8 @@ def step_bytes(spec, seq_lens, block_size):
 
 # %% ex-5-5 wrong: weights in 32 bits
 # says: weights is wrong in
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     weights = int(torch.tensor(weights).to(torch.int32))
 # +     return (
 # +         weights,
@@ -2324,7 +2340,8 @@ def step_bytes(spec, seq_lens, block_size):
 
 # %% ex-5-5 wrong: the step's own token added
 # says: there is none to add
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         weights,
 # +         (sum(seq_lens) + len(seq_lens)) * token,
@@ -2338,7 +2355,8 @@ def step_bytes(spec, seq_lens, block_size):
 # -     """(weights, in_place, gathered, tables), in bytes, of one decode step."""
 # +     """(weights, in_place, gathered, tables), in bytes, of one decode step."""
 # +     seq_lens = seq_lens[:2]
-# -     return weights, sum(seq_lens) * token, 3 * num_blocks * block_size * token, 4 * num_blocks
+# -     gathered = 3 * num_blocks * block_size * token
+# -     return weights, sum(seq_lens) * token, gathered, 4 * num_blocks
 # +     return (
 # +         weights,
 # +         sum(seq_lens) * token,
