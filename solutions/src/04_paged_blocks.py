@@ -8,10 +8,12 @@
 # line by your code, then run your cell and all cells down to the check's end. (The folded ones
 # between them, shown as dots, are the check's own; read them only if you are curious.) A check that
 # passes prints numbers. One that fails shows the smallest case it found, and names the mistake if
-# it knows one that fits. `python -m minikv check 04` in a terminal checks the whole notebook.
+# it knows one that fits. The numbers that stand below a check already are what a right answer
+# prints; yours appear when you run it. `python -m minikv check 04` in a terminal checks the whole
+# notebook.
 #
-# Run the two cells below first: they hold what several exercises need. From then on each exercise
-# stands by itself.
+# Click on the heading of exercise 4.1 and choose *Run > Run All Above Selected Cell*. From then on
+# each exercise stands by itself.
 #
 # **Hints** come in three steps, each folded: a nudge, the rule that decides the matter, an
 # outline of the code. Open as few as you need.

@@ -8,13 +8,14 @@
 # line by your code, then run your cell and all cells down to the check's end. (The folded ones
 # between them, shown as dots, are the check's own; read them only if you are curious.) A check that
 # passes prints numbers. One that fails shows the smallest case it found, and names the mistake if
-# it knows one that fits. What stands under the checks of a fresh copy is the output to expect, not
-# yours: a check is done once you have run it. Much of what is asked stands in the chapter in the
-# package's words: write it without looking, compare after. `python -m minikv check 05` in a terminal
-# checks the whole notebook.
+# it knows one that fits. The numbers that stand below a check already are what a right answer
+# prints; yours appear when you run it. Much of what is asked stands in the chapter in the package's
+# words: write it without looking, compare after. `python -m minikv check 05` in a terminal checks the
+# whole notebook.
 #
-# Run the two cells below first: they hold what several exercises need. From then on each exercise
-# stands by itself, except that 5.3 and 5.6 also use the folded cells of 5.1, solved or not.
+# Click on the heading of exercise 5.1 and choose *Run > Run All Above Selected Cell*. From then on
+# each exercise stands by itself, except that 5.3 and 5.6 also use the folded cells of 5.1, solved or
+# not.
 #
 # **Hints** come in three steps, each folded: a nudge, the rule that decides the matter, an
 # outline of the code. Open as few as you need.
@@ -845,8 +846,8 @@ def inputs_5_3():
         yield paged_input(40, [1], 1, 2, poison=math.nan, offset=offset)
         yield paged_input(41, [2, 0], 3, 2, poison=math.nan, offset=offset)
         yield paged_input(42, [5, 1, 3], 11, 4, 2, 3, 4, 2, poison=math.nan, offset=offset)
-    for offset in (-3_000.0, -30_000.0):  # one block: sums of several would lose digits in a logarithm
-        yield paged_input(48, [1], 3, 4, poison=math.nan, offset=offset)
+    for offset in (-3_000.0, -30_000.0):  # one slot: the logarithm of a sum would lose digits there
+        yield paged_input(48, [1], 1, 4, poison=math.nan, offset=offset)
     yield paged_input(46, [5, 1, 3], 6, 4, poison=math.nan)  # a block held ahead
     yield paged_input(49, [5, 1, 3], 11, 4, 2, 2, 4, 2, poison=math.nan, offset=128.0, spread=True)
     for offset in ((128.0, -128.0), (-128.0, 128.0)):
