@@ -1,7 +1,7 @@
 # Each target only calls `python -m minikv`, so a machine without make has the same commands.
 PYTHON ?= python3
 
-.PHONY: lab test test-long test-gpu doctor clean
+.PHONY: lab test fresh test-long test-gpu doctor clean
 .NOTPARALLEL:
 
 lab:
@@ -9,6 +9,10 @@ lab:
 
 test:
 	$(PYTHON) -m minikv test $(ARGS)
+
+# Both as on a machine that never saw the course: for whoever changes a requirement.
+fresh:
+	$(PYTHON) -m minikv fresh $(ARGS)
 
 test-long:
 	$(PYTHON) -m minikv test --long $(ARGS)

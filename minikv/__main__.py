@@ -11,13 +11,20 @@ import sys
 
 # command -> (module:function taking argv and returning an exit status, one line of help)
 COMMANDS = {
-    "lab": ("minikv.bootstrap:lab", "set everything up and open the course in JupyterLab"),
-    "test": ("minikv.bootstrap:test", "set everything up and run all tests"),
-    "test-gpu": ("minikv.gpu:main", "test on an NVIDIA GPU; says so where there is none"),
-    "doctor": ("minikv.doctor:main", "say whether this machine is ready, and what works on it"),
-    "generate": ("minikv.generate:main", "answer a prompt, streaming"),
-    "simulate": ("minikv.simulate:main", "serve simulated traffic on a GPU that is not here"),
-    "bench": ("minikv.bench:main", "measure this engine beside transformers and vLLM"),
+    "lab": ("minikv.commands.lab:main", "set everything up and open the course in JupyterLab"),
+    "test": ("minikv.commands.test:main", "set everything up and run all tests"),
+    "test-gpu": ("minikv.commands.gpu:main", "test on an NVIDIA GPU; says so where there is none"),
+    "fresh": ("minikv.commands.fresh:main", "try both as on a machine that never saw the course"),
+    "doctor": (
+        "minikv.commands.doctor:main",
+        "say whether this machine is ready",
+    ),
+    "generate": ("minikv.commands.generate:main", "answer a prompt, streaming"),
+    "simulate": (
+        "minikv.commands.simulate:main",
+        "serve traffic on a GPU that is not here",
+    ),
+    "bench": ("minikv.commands.bench:main", "measure this engine beside transformers and vLLM"),
     "start": ("minikv.classroom.work:main_start", "copy a chapter's exercises to work/"),
     "check": ("minikv.classroom.check:main", "check your exercises, one by one"),
     "reset": ("minikv.classroom.work:main_reset", "restore an exercise as shipped"),
@@ -37,10 +44,7 @@ def usage():
 
 def main(argv=None):
     """Runs a command and returns its exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        # A pipe may be in cp1252 or ascii: what it has no letter for is shown as \u03c0.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    _tolerate_every_letter()
     argv = sys.argv[1:] if argv is None else list(argv)
     name = argv[0] if argv else "help"
     try:
@@ -57,8 +61,8 @@ def main(argv=None):
     except ModuleNotFoundError as error:
         if (error.name or "minikv").split(".")[0] == "minikv":
             raise
-        bootstrap = importlib.import_module("minikv.bootstrap")
-        status, message = 1, bootstrap.lacks(name, error.name)
+        environment = importlib.import_module("minikv.commands.environment")
+        status, message = 1, environment.lacks(name, error.name)
     try:
         _flush()
     except OSError:  # what cannot be written must not be tried once more at the end
@@ -66,6 +70,17 @@ def main(argv=None):
     if message is not None:
         print(message, file=sys.stderr)
     return status
+
+
+def _tolerate_every_letter():
+    """A pipe may be in cp1252 or ascii: what it has no letter for is shown as \\u03c0."""
+    for stream, errors in (
+        (sys.stdin, "replace"),
+        (sys.stdout, "backslashreplace"),
+        (sys.stderr, "backslashreplace"),
+    ):
+        if hasattr(stream, "reconfigure"):  # it may be None, or a test's
+            stream.reconfigure(errors=errors)
 
 
 def _flush():
@@ -81,8 +96,8 @@ def _run(argv):
     if name not in COMMANDS:
         print(f"minikv: unknown command {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    if name not in ("lab", "test"):  # the others need what those two install
-        status = importlib.import_module("minikv.bootstrap").hand_over(argv)
+    if name not in ("lab", "test", "fresh"):  # the others need what those install
+        status = importlib.import_module("minikv.commands.environment").hand_over(argv)
         if status is not None:
             return status
     module, function = COMMANDS[name][0].split(":")

@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
-from minikv import bench
 from minikv.bench import allocator, engines, machine, steptime, vllm_allocator
 from minikv.bench import workload as workload_module
 from minikv.bench.workload import MAX_MODEL_LEN, make_workload
+from minikv.commands import bench
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.model.backends import why_not
 
@@ -57,8 +57,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(steptime, "NUM_STEPS", 4)
 
 
-def run_bench(capsys, *argv):
-    status = bench.main(["--model", "tiny", "--dtype", "float32", "--device", "cpu", *argv])
+def run_bench(capsys, *argv, name=()):
+    here = ["--model", "tiny", "--dtype", "float32", "--device", "cpu"]
+    status = bench.main([*name, *here, *argv])
     return status, capsys.readouterr()
 
 
@@ -202,13 +203,6 @@ def test_an_engine_that_makes_fewer_tokens_is_an_error(capsys, monkeypatch, quic
         (["--json", "/"], "cannot be written"),
         (["--json", ""], "--json '': that file cannot be written"),
         (["--dtype", "float7"], "float7"),
-        (["--profile", "--engines", "generate-16"], "this engine alone"),
-        (["--profile", "--engines", "minikv-1", "minikv-2"], "this engine alone"),
-        (["--allocator", "--profile"], "--allocator measures no engine"),
-        (["--allocator", "--simulator"], "--allocator measures no engine"),
-        (["--allocator", "--engines", "minikv-1"], "--allocator measures no engine"),
-        (["--viz", "--profile"], "--viz measures no engine"),
-        (["--viz", "--allocator"], "--viz measures no engine"),
     ],
 )
 def test_bad_input_is_one_line(capsys, argv, message):
@@ -218,9 +212,34 @@ def test_bad_input_is_one_line(capsys, argv, message):
     assert len(lines) == 1 and message in lines[0]
 
 
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["profile", "--engines", "minikv-1"], "unrecognized arguments: --engines"),
+        (["allocator", "--requests", "3"], "unrecognized arguments: --requests"),
+        (["viz", "profile"], "unrecognized arguments: profile"),
+        (["prefix"], "no bench 'prefix'; known: throughput, profile,"),
+        (["--profile"], "unrecognized arguments: --profile"),
+    ],
+)
+def test_what_a_bench_has_no_use_for_is_refused(capsys, argv, message):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(argv)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], *([name] for name in bench.BENCHES)])
+def test_every_bench_has_help(capsys, argv):
+    with pytest.raises(SystemExit) as stop:
+        bench.main([*argv, "--help"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and " ".join(["usage: python -m minikv bench", *argv]) in out
+    assert all(f"bench {name}" in out for name in bench.BENCHES) or argv
+
+
 def test_help_imports_no_torch():
     code = (
-        "import sys\nfrom minikv import bench\n"
+        "import sys\nfrom minikv.commands import bench\n"
         "try:\n    bench.main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
         "assert 'torch' not in sys.modules"
     )
@@ -245,9 +264,7 @@ def test_profile_adds_up(capsys, tmp_path, quick, backend, monkeypatch):
     elif why_not("cpu", "cpu", torch.bfloat16):
         pytest.skip("no compiler")
     file = tmp_path / "out.json"
-    status, out = run_bench(
-        capsys, "--profile", "--requests", "3", "--engines", "minikv-2", "--json", str(file)
-    )
+    status, out = run_bench(capsys, "--max-num-seqs", "2", "--json", str(file), name=["profile"])
     assert status == 0
     profile = json.loads(file.read_text())["profile"]
     assert profile["attention_backend"] == backend
@@ -290,7 +307,7 @@ def test_profile_leaves_the_engine_as_it_was(quick):
 def test_allocator_json_and_table(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(allocator, "SECONDS", 1e-9)
     file = tmp_path / "out.json"
-    assert bench.main(["--allocator", "--rounds", "2", "--json", str(file)]) == 0
+    assert bench.main(["allocator", "--rounds", "2", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     rows = json.loads(file.read_text())["rows"]
     names = [(engine, n) for engine in ("minikv", "dict and lists") for n in (1_000, 100_000)]
@@ -362,8 +379,8 @@ def test_vllms_manager_is_timed_in_its_own_environment(tmp_path, monkeypatch):
 
 def test_the_allocator_is_timed_without_torch():
     code = (
-        "import sys\nfrom minikv import bench\nfrom minikv.bench import allocator\n"
-        "allocator.SECONDS = 1e-9\nassert bench.main(['--allocator', '--rounds', '1']) == 0\n"
+        "import sys\nfrom minikv.commands import bench\nfrom minikv.bench import allocator\n"
+        "allocator.SECONDS = 1e-9\nassert bench.main(['allocator', '--rounds', '1']) == 0\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -402,7 +419,7 @@ def test_watch_without_proc(monkeypatch):
 
 def test_viz_json_and_table(capsys, tmp_path):
     file = tmp_path / "out.json"
-    assert bench.main(["--viz", "--rounds", "1", "--json", str(file)]) == 0
+    assert bench.main(["viz", "--rounds", "1", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) >= 5 and len({json.dumps(row["settings"]) for row in rows}) == len(rows)

@@ -13,10 +13,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from classroom_course import harness_course
 
 from minikv.classroom import harness
+from minikv.classroom.check import check_notebook
+from minikv.classroom.execute import execute
 from minikv.classroom.harness import ask, explain, plain, same, text
 from minikv.classroom.harness.values import snapshot
+from minikv.classroom.source import CourseError, read_notebook, to_bytes
 from minikv.kv_cache.base import cdiv
 from minikv.kv_cache.paged import PagedKVCacheManager
 
@@ -179,6 +183,7 @@ def test_the_checks_run_under_the_usual_settings_and_give_the_learners_back():
 @pytest.mark.parametrize(("body", "message"), [
     ("while True: pass", "slots does not end: after 10 million"),
     ("while True:\n        try: size += 1\n        except Exception: pass", "does not end"),
+    ("while True:\n        try: size += 1\n        except: pass", "does not end"),
     ("    \n    while True: yield 1", None),  # endless, but a generator: its first 1000 count
     ("return map(lambda i: loop(), table)", "does not end"),
     ("return loop2.loop()", "does not end"),
@@ -255,6 +260,11 @@ def test_an_error_in_a_library_names_the_learners_line():
         "(line 4: return np.zeros(3).reshape(2))",
     ]
     assert "Its arguments were ([2], 1)" in found
+
+
+def test_a_message_can_be_sent_whatever_letters_it_holds():
+    found = said("def slots(table, size):\n    raise ValueError('π \\ud83d')")
+    assert found.encode().decode().startswith("slots ended in ValueError: π ?")
 
 
 def test_not_yet_written_stays_what_it_is():
@@ -423,3 +433,53 @@ def test_names_of_callables():
     assert harness.name_of(functools.partial(cdiv, 2)) == "cdiv"
     assert harness.name_of(itertools.count(1).__next__) == "__next__"
     assert harness.name_of(PagedKVCacheManager) == "PagedKVCacheManager"
+
+
+# ------------------------------------------------------------------------------ in a real notebook
+
+OWN_NAMES = """from pprint import pprint as print
+import torch
+torch.set_default_dtype(torch.float64)
+sum = len = 0
+random = cdiv = BLOCK_IDS = case_2_1 = examine = None
+def slots(table, block_size, num_tokens):
+    print(table)
+    yield from [block * block_size + i for block in table for i in range(block_size)][:num_tokens]
+"""
+
+
+def checked(tmp_path, **answers):
+    """{exercise: (status, message)} of the small chapter with these answers."""
+    notebook = read_notebook(harness_course() / "exercises/02_blocks.ipynb")
+    for cell in notebook.cells:
+        cell.source = answers.get(cell.id.replace("-", "_"), cell.source)
+    path = tmp_path / "02_blocks.ipynb"
+    path.write_bytes(to_bytes(notebook))
+    _, verdicts, others = check_notebook(path, harness_course(), 60)
+    assert others == []
+    return {v.exercise: (v.status, v.message) for v in verdicts}
+
+
+def test_check_gives_the_verdict_of_the_harness(tmp_path):
+    verdicts = checked(
+        tmp_path, ex_2_1=OWN_NAMES, ex_2_2="def blocks(n, size):\n    return n // size"
+    )
+    assert verdicts == {
+        "2.1": ("passed", ""),
+        "2.2": ("not right yet",
+                "Round up.\n5 tokens, block_size = 4\nYou returned 1; counted: 2."),
+    }  # fmt: skip
+    endless = "def slots(table, block_size, num_tokens):\n    while True: pass"
+    library = "import json\ndef blocks(n, size):\n    return json.loads('{')"
+    verdicts = checked(tmp_path, ex_2_1=endless, ex_2_2=library)
+    assert verdicts["2.1"][1].startswith("slots does not end: after 10 million instructions")
+    assert verdicts["2.2"][1].splitlines()[1] == "(line 3: return json.loads('{'))"
+
+
+def test_a_failed_check_shows_its_message_alone():
+    notebook = read_notebook(harness_course() / "exercises/02_blocks.ipynb")
+    with pytest.raises(CourseError) as caught:
+        execute(notebook, harness_course(), "exercises/02_blocks")
+    shown = str(caught.value).split("------------------\n")[-1]
+    assert "Exercise 2.1: write slots" in shown
+    assert "Cell In" not in shown and "File " not in shown

@@ -9,25 +9,27 @@ import sys
 import pytest
 from managers import MinimalManager
 
-from minikv.kv_cache.contiguous import ContiguousKVCacheManager
-from minikv.request import Request
-from minikv.simulate import EXPERIMENTS, fig13, main
-from minikv.simulator import experiments
-from minikv.simulator.experiments import (
+from minikv.commands.simulate import EXPERIMENTS, main
+from minikv.experiments import (
     FIG2_PAPER,
     FIG13_MODELS,
     FIG13_PAPER,
     FIG13_WORKLOADS,
-    FITS,
     NUM_SLOTS,
-    CautiousPagedManager,
     fig2_run,
+    fig13,
+    paper,
     paper_manager,
     paper_run,
     paper_step_time,
+    paradox,
     paradox_run,
     paradox_step_time,
 )
+from minikv.experiments.fig13 import CautiousPagedManager
+from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.kv_cache.extents import FITS
+from minikv.request import Request
 from minikv.simulator.refusals import Refusal, RefusalRecorder, with_much_free
 from minikv.workloads import Poisson, RequestClass, Uniform, Workload, shared_header, sharegpt
 
@@ -111,7 +113,7 @@ def test_growth_and_the_return_of_the_preempted_are_not_counted():
 def test_the_recorder_changes_nothing_and_goes_away():
     run = paradox_run(2, workload=BUSY, duration_s=60.0)
     manager = ContiguousKVCacheManager(NUM_SLOTS, 1, max_model_len=8_192, reserve="exact")
-    alone = experiments.simulation_of(manager, paradox_step_time())
+    alone = paper.simulation_of(manager, paradox_step_time())
     alone.run(BUSY.requests(duration_s=60.0, seed=2), until_s=60.0)
     assert alone.core.metrics.steps == run.metrics.steps
     assert "allocate_slots" not in vars(run.core.manager)
@@ -127,7 +129,7 @@ def test_the_recorder_changes_nothing_and_goes_away():
 
 def test_where_any_free_block_will_do_the_need_is_in_blocks():
     manager = MinimalManager(10, 16)
-    core = experiments.simulation_of(manager, paradox_step_time()).core
+    core = paper.simulation_of(manager, paradox_step_time()).core
     recorder = RefusalRecorder(core)
     requests = [
         Request(name, num_prompt_tokens=n, max_tokens=9) for name, n in (("a", 120), ("b", 49))
@@ -139,7 +141,7 @@ def test_where_any_free_block_will_do_the_need_is_in_blocks():
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_recorders_stack_and_leave_in_any_order(order):
     manager = ContiguousKVCacheManager(100, 1, max_model_len=100, reserve="exact")
-    core = experiments.simulation_of(manager, paradox_step_time()).core
+    core = paper.simulation_of(manager, paradox_step_time()).core
     recorders = {name: RefusalRecorder(core) for name in "ab"}
     requests = [Request(str(i), num_prompt_tokens=90, max_tokens=5) for i in range(4)]
     assert manager.allocate_slots(requests[0], 90) is not None
@@ -181,7 +183,7 @@ def test_what_counts_as_the_paradox():
 
 def test_a_seed_decides_everything_in_any_process():
     code = (
-        "from minikv.simulator.experiments import paradox_run\n"
+        "from minikv.experiments import paradox_run\n"
         "print([(r.request_id, r.time_s, r.free_share) for r in paradox_run(5, duration_s=200.0)"
         ".refusals])"
     )
@@ -222,8 +224,8 @@ def test_the_shares_are_those_that_the_requests_show(policy, monkeypatch):
         simulation.runner.run = counting
         return simulation
 
-    make = experiments.simulation_of
-    monkeypatch.setattr(experiments, "simulation_of", watched)
+    make = paper.simulation_of
+    monkeypatch.setattr(paper, "simulation_of", watched)
     run = fig2_run(policy, 1, duration_s=duration_s, warmup_s=warmup_s)
     steps = [s for s in run.simulation.core.metrics.steps if s.start >= warmup_s]
     seconds = sum(s.end - s.start for s in steps)
@@ -263,10 +265,10 @@ def test_a_report_now_and_then_is_as_good():
 def test_the_published_shares_are_reproduced():
     """A short hour: the token state of each policy within five points, and their order."""
     token = {}
-    for policy, paper in FIG2_PAPER.items():
+    for policy, published in FIG2_PAPER.items():
         shares = fig2_run(policy, duration_s=900.0, warmup_s=300.0, report_every=10).shares
         token[policy] = shares["token"]
-        assert abs(shares["token"] - paper["token"]) < 5
+        assert abs(shares["token"] - published["token"]) < 5
     assert token["max"] < token["pow2"] < token["exact"]
 
 
@@ -381,8 +383,52 @@ def test_the_fig13_command(tmp_path, capsys, monkeypatch):
     assert (kept["workload"], kept["mean_batched"]) == ("sharegpt", run.mean_batched)
     changed = {row["changed"] for row in out["experiments"]}
     assert len(changed) == 3 and all(each in text for each in changed)
-    for part in ("132.44", "30.42", "More than 15% from", "no proof that an A100"):
+    for part in ("132.44", "30.42", "More than 15% from"):
         assert part in text, part
+    fitted = next(r for r in out["rows"] if r["model"] != "roofline" and r["policy"] == "paged")
+    assert f"paged: {fitted['mean_batched']:.1f} beside the paper's 30.4" in text
+
+
+def rows_of_fig13(queues):
+    """Rows as `measure` returns them: the second step time makes each number a tenth larger."""
+    return [
+        {"workload": workload, "policy": policy, "model": model, "paper": paper,
+         "mean_batched": paper * (1.1 if model != "roofline" else 1.0),
+         "num_waiting_at_the_end": queues[policy], "num_preemptions": 0}
+        for model in FIG13_MODELS
+        for workload, by_policy in FIG13_PAPER.items()
+        for policy, paper in by_policy.items()
+    ]  # fmt: skip
+
+
+def test_what_fig13_concludes_is_what_its_rows_say():
+    queues = {"max": 500, "pow2": 40, "exact": 11, "paged": 0}
+    said = fig13.conclusions(rows_of_fig13(queues), [])
+    assert "sharegpt exact" in said[0] and "sharegpt paged" not in said[0]
+    assert said[1].count("paged") == 2 and "10% to 10%" in said[1]
+    assert "33.5 beside the paper's 30.4 (+10%)" in said[2]
+    none = fig13.conclusions(rows_of_fig13(dict.fromkeys(queues, 0)), [])
+    assert len(none) == 2 and "sharegpt max" in none[0] and none[0].startswith("Not so")
+    changed = {"changed": "a CV of 1", "workload": "alpaca", "policy": "pow2",
+               "mean_batched": 43.3, "paper": 43.24}  # fmt: skip
+    assert "43.3 where it is 1" in fig13.conclusions(rows_of_fig13(queues), [changed])[-1]
+
+
+@pytest.mark.parametrize(("waiting", "said"), [(10, "it keeps up"), (11, "it does not keep up")])
+def test_what_the_paradox_concludes_is_what_its_runs_say(waiting, said):
+    class Run:
+        gpu, utilization, num_waiting, num_holes = "X", 0.8, waiting, [4]
+        refusals = [Refusal("r", 0.0, 0.45, 0.2, 0.3)]  # noqa: RUF012
+
+        def much_free(self):
+            return self.refusals
+
+    lines = paradox.conclusions([Run()], [Run()], [Run()])
+    assert "40% free needed 30% of the pool, and the longest hole had 20%" in lines[0]
+    assert "needed 30.0%" in lines[1] and "45% were free" in lines[1] and "4.0 holes" in lines[1]
+    assert all(said in line and f"{waiting} wait" in line for line in lines[2:])
+    Run.refusals = []
+    assert len(paradox.conclusions([Run()], [Run()], [Run()])) == 2  # nothing to say of nobody
 
 
 def test_a_cautious_manager_keeps_blocks_free_unless_the_pool_is_idle():

@@ -28,19 +28,17 @@ FLOORS = {
     "simulator": 5,
     "model": 5,
     "engine": 6,
+    "machine": 6,
     "viz": 7,
+    "experiments": 7,
     "classroom": 8,
-    # the commands stand on top, in the order in which they use each other
-    "bootstrap": 8,
-    "doctor": 9,
-    "generate": 10,
-    "bench": 10,
-    "simulate": 11,
-    "gpu": 11,
-    "__main__": 12,
+    "bench": 8,
+    "commands": 9,
+    "__main__": 10,
 }
 WITHOUT_TORCH = [part for part, floor in FLOORS.items() if floor <= 5 and part != "model"]
-STDLIB_ONLY = ["minikv", "minikv.__main__", "minikv.bootstrap"]
+STDLIB_ONLY = ["minikv", "minikv.__main__", "minikv.commands.lab", "minikv.commands.test"]
+STDLIB_ONLY += ["minikv.commands.fresh"]
 
 
 def part_of(module):

@@ -4,9 +4,10 @@ import io
 
 import pytest
 
-from minikv import __main__, bootstrap
+from minikv import __main__
+from minikv.commands import environment
+from minikv.commands.generate import main
 from minikv.engine import LLM
-from minikv.generate import main
 from minikv.request import SamplingParams
 
 TINY = ["--model", "tiny", "--dtype", "float32", "--max-tokens", "12"]
@@ -131,6 +132,6 @@ def test_help_and_usage(capsys, argv, status):
 
 
 def test_it_is_a_command_of_minikv(monkeypatch, capsys, answer):
-    monkeypatch.setattr(bootstrap, "hand_over", lambda argv: None)
+    monkeypatch.setattr(environment, "hand_over", lambda argv: None)
     assert __main__.main(["generate", "Hello", "--raw", *TINY]) == 0
     assert capsys.readouterr().out == answer("Hello") + "\n"

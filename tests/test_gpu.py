@@ -12,7 +12,8 @@ import nbformat
 import pytest
 import torch
 
-from minikv import __main__, bootstrap, gpu
+from minikv import __main__
+from minikv.commands import gpu, steps
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -31,7 +32,7 @@ def test_a_python_without_pytorch_says_so_and_installs_nothing():
     script = "import sys; sys.path.insert(0, sys.argv[1]); from minikv import gpu; "
     script += "sys.exit(gpu.main([]))"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script, str(bootstrap.ROOT)],
+        [sys.executable, "-I", "-S", "-c", script, str(steps.ROOT)],
         capture_output=True, text=True, cwd=os.sep,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
@@ -51,21 +52,21 @@ def with_gpu(monkeypatch):
     def run(command, **environ):
         assert os.environ["HF_HUB_OFFLINE"] == "1"
         text = " ".join(map(str, command))
-        name = "bench" if "bench --kernel" in text else "gpu_checks.py"
+        name = "bench" if "bench kernel" in text else "gpu_checks.py"
         assert name in text
         if writes[name] is None:
             return 139
         command[-1].write_text(json.dumps(writes[name]))
         return 0
 
-    monkeypatch.setattr(bootstrap, "run", run)
+    monkeypatch.setattr(steps, "run", run)
     return writes
 
 
 def test_all_parts_are_gathered(with_gpu, capsys):
     result = gpu.test()
     assert result["status"] == "passed" and result["reason"] == "2 passed, 3 not run"
-    assert [p["part"] for p in result["parts"]] == ["identity", "00", "01", "05", "bench --kernel"]
+    assert [p["part"] for p in result["parts"]] == ["identity", "00", "01", "05", "bench kernel"]
     assert "PASSED: 2 passed, 3 not run" in capsys.readouterr().out
 
 
@@ -113,8 +114,8 @@ def test_the_checks_in_small(tmp_path):
     file = tmp_path / "checks.json"
     done = subprocess.run(
         [sys.executable, "tests/gpu_checks.py", "--device", "cpu", "--small", "--json", file],
-        cwd=bootstrap.ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(bootstrap.ROOT)},
+        cwd=steps.ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(steps.ROOT)},
         capture_output=True,
         text=True,
     )

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from minikv import __main__, bootstrap
+from minikv import __main__
+from minikv.commands import environment
 
-ROOT = Path(bootstrap.__file__).parents[1]
+ROOT = Path(__main__.__file__).parents[1]
 TINY = ["generate", "Hello", "--model", "tiny", "--raw", "--max-tokens", "8"]
 
 
@@ -23,11 +24,11 @@ def minikv(*argv, **options):
 @pytest.fixture
 def command(monkeypatch):
     """Gives `python -m minikv x` a function of the test's own."""
-    monkeypatch.setattr(bootstrap, "hand_over", lambda argv: None)
-    monkeypatch.setitem(__main__.COMMANDS, "x", ("minikv.bootstrap:x", "a test's"))
+    monkeypatch.setattr(environment, "hand_over", lambda argv: None)
+    monkeypatch.setitem(__main__.COMMANDS, "x", ("minikv.commands.environment:x", "a test's"))
 
     def run(function):
-        monkeypatch.setattr(bootstrap, "x", function, raising=False)
+        monkeypatch.setattr(environment, "x", function, raising=False)
         return __main__.main(["x"])
 
     return run
@@ -119,3 +120,23 @@ def test_ctrl_c_is_quiet_from_the_start_and_while_reading():
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out.strip(), err.strip()) == (130, "", "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_no_output_dies_of_an_encoding(encoding):
+    env = dict(os.environ, PYTHONIOENCODING=encoding)
+    options = {"env": env, "stdout": subprocess.PIPE, "encoding": encoding}
+    result = minikv("check", "π \udc80.ipynb", **options)
+    assert (result.returncode, result.stderr) == (
+        1, "check: \\u03c0 \\udc80.ipynb does not exist\n",
+    )  # fmt: skip
+    code = (
+        "import sys; from minikv import __main__ as m; sys.modules['it'] = m\n"
+        "m.it = lambda argv: print('passed: π', sys.stdin.read())\n"
+        "m.COMMANDS['it'] = ('it:it', ''); sys.argv[1:] = ['it']; raise SystemExit(m.main())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], input="ε".encode(), env=env, cwd=ROOT, capture_output=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.decode(encoding).startswith("passed: \\u03c0 ")

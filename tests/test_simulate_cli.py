@@ -1,4 +1,4 @@
-"""`python -m minikv simulate` and `bench --simulator`, in this process."""
+"""`python -m minikv simulate` and `bench simulator`, in this process."""
 
 import json
 import subprocess
@@ -7,10 +7,12 @@ import types
 
 import pytest
 
-from minikv import __main__, bench, bootstrap, simulate
+from minikv import __main__
 from minikv.bench import roofs, simulator
+from minikv.commands import bench, environment, simulate
+from minikv.commands import progress as progress_bars
+from minikv.commands.simulate import main
 from minikv.metrics import PERCENTILES
-from minikv.simulate import main
 
 SHORT = ["--requests", "30", "--rate", "0.5"]
 
@@ -202,7 +204,7 @@ def test_a_subcommand_takes_over(monkeypatch, capsys):
 
 def test_it_is_a_command_of_minikv_and_needs_no_torch():
     code = (
-        "import sys; from minikv.simulate import main\n"
+        "import sys; from minikv.commands.simulate import main\n"
         "assert main(['--requests', '3']) == 0 and 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -210,7 +212,7 @@ def test_it_is_a_command_of_minikv_and_needs_no_torch():
 
 
 def test_the_command_of_minikv(monkeypatch, capsys):
-    monkeypatch.setattr(bootstrap, "hand_over", lambda argv: None)
+    monkeypatch.setattr(environment, "hand_over", lambda argv: None)
     assert __main__.main(["simulate", "--requests", "3"]) == 0
     assert "sharegpt: 3 requests" in capsys.readouterr().out
 
@@ -218,7 +220,7 @@ def test_the_command_of_minikv(monkeypatch, capsys):
 def test_progress_counts_whoever_has_ended():
     core = types.SimpleNamespace(num_ended=0, clock=types.SimpleNamespace(now=lambda: 5.0))
     updates = []
-    with simulate.Progress(10, core) as progress:
+    with progress_bars.Progress(10, core) as progress:
         progress._bar = types.SimpleNamespace(
             update=updates.append, set_postfix_str=lambda *a, **k: None, close=lambda: None
         )
@@ -228,7 +230,7 @@ def test_progress_counts_whoever_has_ended():
     assert updates == [1, 3, 2]
 
 
-# -- this machine, and bench --simulator --------------------------------------------------------
+# -- this machine, and bench simulator --------------------------------------------------------
 
 
 @pytest.fixture
@@ -253,7 +255,7 @@ def test_this_machine_is_a_gpu_like_any_other(quick, tmp_path, capsys):
 
 def test_bench_simulator_reports_speed_and_the_error_of_its_predictions(quick, tmp_path, capsys):
     path = tmp_path / "out.json"
-    argv = ["--simulator", "--model", "tiny", "--dtype", "float32", "--device", "cpu"]
+    argv = ["simulator", "--model", "tiny", "--dtype", "float32", "--device", "cpu"]
     assert bench.main([*argv, "--rounds", "2", "--json", str(path)]) == 0
     captured = capsys.readouterr()
     for part in ("steps/s, 4 running", "not measured", "another seed", "static batches", "error"):
@@ -265,15 +267,6 @@ def test_bench_simulator_reports_speed_and_the_error_of_its_predictions(quick, t
     assert [row["what"] for row in rows] == ["the fitted run", *simulator.PREDICTED]
     for row in rows:
         assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1)
-
-
-@pytest.mark.parametrize("argv, message", [
-    (["--simulator", "--profile"], "--simulator measures no engine"),
-    (["--simulator", "--engines", "minikv-4"], "--simulator measures no engine"),
-])  # fmt: skip
-def test_bench_simulator_refuses_what_it_would_ignore(capsys, argv, message):
-    assert bench.main(argv) == 1
-    assert message in capsys.readouterr().err
 
 
 FAKE_SCHEDULER_RUN = """#!{python}

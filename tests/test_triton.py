@@ -17,7 +17,7 @@ import pytest
 import torch
 from attention_batches import Batch
 
-from minikv import bench
+from minikv.commands import bench
 from minikv.model.backends import choose_backend, why_not
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -322,12 +322,12 @@ def test_a_gpu_that_cannot_run_it_gets_gather(monkeypatch, trouble):
     triton_launch._why_not_on_gpu.cache_clear()
 
 
-# -- bench --kernel -------------------------------------------------------------------------------
+# -- bench kernel -------------------------------------------------------------------------------
 
 
 def test_without_a_gpu_the_bench_says_that_it_was_not_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.main(["--kernel", "--json", str(tmp_path / "k.json")]) == 0
+    assert bench.main(["kernel", "--json", str(tmp_path / "k.json")]) == 0
     assert capsys.readouterr().out == "not run: torch sees no CUDA GPU\n"
     result = json.loads((tmp_path / "k.json").read_text())
     assert (result["status"], result["reason"]) == ("not run", "torch sees no CUDA GPU")
@@ -338,7 +338,7 @@ def test_without_a_gpu_the_bench_says_that_it_was_not_run(tmp_path, capsys, monk
 def test_the_bench_in_small(tmp_path):
     """The whole program but for the GPU: three layouts of the same K and V, equal answers."""
     file = tmp_path / "k.json"
-    done = interpreted("-m", "minikv", "bench", "--kernel-dry-run", "--json", str(file))
+    done = interpreted("-m", "minikv", "bench", "kernel", "--dry-run", "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(file.read_text())
     assert result["status"] == "run" and result["copy_bytes_per_s"] > 0
@@ -370,4 +370,4 @@ def test_an_engine_that_fails_or_answers_wrongly_is_a_row_of_the_bench(monkeypat
     kernel.report(result)
     assert "failed: this engine's own kernel" in capsys.readouterr().out
     monkeypatch.setattr(kernel, "measure", lambda dry_run: result)
-    assert bench.main(["--kernel-dry-run"]) == 1
+    assert bench.main(["kernel", "--dry-run"]) == 1

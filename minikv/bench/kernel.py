@@ -1,4 +1,4 @@
-"""`bench --kernel`: one layer's decode attention on a GPU, against the bytes that it cannot avoid.
+"""`bench kernel`: one layer's decode attention on a GPU, against the bytes that it cannot avoid.
 
 Each request's new token reads all K and V of its context once. Nothing that reads them can be
 faster than copying at this GPU's bandwidth, which is measured here, so the share of that bandwidth

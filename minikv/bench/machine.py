@@ -5,7 +5,7 @@ import platform
 import time
 from pathlib import Path
 
-from minikv.doctor import cores, memory
+from minikv.machine import cores, memory
 
 BUSY_FRACTION = 0.1  # of the cores: above it, a measurement comes with a warning
 

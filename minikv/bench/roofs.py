@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from minikv.doctor import memory
+from minikv.machine import memory
 from minikv.model.loader import auto_dtype
 from minikv.specs import GPU
 

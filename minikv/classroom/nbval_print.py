@@ -70,6 +70,6 @@ def install(checks, own):
 
     shell.display_pub.publish = publish_apart
     shell.ask_exit = leave
-    # A learner's cell may have left another stream in its place.
-    shell.events.register("pre_run_cell", put_stdout_back)
+    # A learner's cell may leave another stream in its place; the next cell's request looks for it.
+    shell.events.register("post_run_cell", put_stdout_back)
     put_stdout_back()

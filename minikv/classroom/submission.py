@@ -7,6 +7,7 @@ the shipped exercise, never from the learner's file.
 """
 
 import ast
+import builtins
 import copy
 import json
 import re
@@ -178,7 +179,7 @@ def _note_missing(cell, cells, merged):
 
 def _parses(source):
     try:
-        ast.parse(without_magics(source))
+        _tree(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
@@ -203,9 +204,10 @@ def _joined(found):
 
 
 def _overwritten(notebook, exercise):
-    """Names of the shipped cells around the exercises that the learner's own cells bind anew."""
+    """Names that the learner's own cells bind anew: those of the shipped cells around the
+    exercises, and Python's own (`sum = 0`) that shipped cells use."""
     shipped = {c.id: c.source for c in exercise.cells if c.cell_type == "code"}
-    needed, own = {}, set()
+    needed, own = _builtins_in(shipped.values()), set()
     for cell in exercise.cells:
         if cell.id in shipped and role_of(cell) is None:
             needed |= _bound(cell.source)
@@ -218,10 +220,19 @@ def _overwritten(notebook, exercise):
     }
 
 
+def _builtins_in(sources):
+    nodes = [n for source in sources if _parses(source) for n in ast.walk(_tree(source))]
+    return {n.id: "" for n in nodes if isinstance(n, ast.Name) and hasattr(builtins, n.id)}
+
+
+def _tree(source):
+    return ast.parse(without_magics(source))
+
+
 def _bound(source):
     """{name: what is imported under it, or an empty text} that a cell binds at its top level."""
     try:
-        body = ast.parse(without_magics(source)).body
+        body = _tree(source).body
     except (SyntaxError, ValueError):
         return {}
     names = {}
@@ -340,7 +351,7 @@ def _only_defines(source):
         return False
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom,
              ast.Assign, ast.AnnAssign)  # fmt: skip
-    tree = ast.parse(without_magics(source))
+    tree = _tree(source)
     stored = (n for n in ast.walk(tree) if isinstance(getattr(n, "ctx", None), ast.Store))
     return all(
         isinstance(node, kinds) or isinstance(getattr(node, "value", None), ast.Constant)

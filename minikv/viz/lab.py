@@ -1,7 +1,7 @@
 """Break it yourself: a small service on a virtual clock, its knobs, and what they do to the memory.
 
 A run is a function of its settings alone. The picture is one figure that is drawn anew for each
-run, which costs a third of making one; `python -m minikv bench --viz` says how long it takes.
+run, which costs a third of making one; `python -m minikv bench viz` says how long it takes.
 """
 
 import io

@@ -13,7 +13,7 @@
 # No chapter needs a GPU. Where there is one, the engine uses it.
 
 # %% machine tags=["nbval-ignore-output"]
-from minikv.doctor import facts
+from minikv.machine import facts
 
 machine = facts()
 print(f"Python {machine['python']} on {machine['system']}")

@@ -24,7 +24,7 @@ from minikv import LLM, ContiguousKVCacheManager, Request, SamplingParams, show
 from minikv.kv_cache.extents import external_fragmentation, make_allocator
 from minikv.scheduler import Scheduler, StaticScheduler
 from minikv.simulator import Simulation, StepTime
-from minikv.simulator.experiments import FIG2_PAPER, NUM_SLOTS, fig2_run, paper_manager
+from minikv.experiments import FIG2_PAPER, NUM_SLOTS, fig2_run, paper_manager
 from minikv.specs import GPUS, MODELS
 from minikv.viz import MemoryRecorder, batch, gantt
 from minikv.viz.memory import enough_in_sum

@@ -30,7 +30,7 @@ from minikv.kv_cache.paged import BlockPool, FreeKVCacheBlockQueue
 from minikv.model.loader import load
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
-from minikv.simulator.experiments import (
+from minikv.experiments import (
     FIG13_MODELS,
     FIG13_PAPER,
     FIG13_WORKLOADS,
@@ -579,7 +579,7 @@ card
 #
 # Fewer wasted slots mean more requests in the same memory. The paper's Figure 13 counts them, for OPT-13B and the pool of
 # its Figure 2, 15,700 slots. Ten minutes of it here, and with two models of the step's time.
-# <!-- source: Kwon et al. 2023, Fig. 2; NUM_SLOTS in minikv.simulator.experiments -->
+# <!-- source: Kwon et al. 2023, Fig. 2; NUM_SLOTS in minikv.experiments -->
 #
 # > **Predict.** `max` runs seven (chapter 02's smaller pool had six slabs). And paged?
 
@@ -608,7 +608,7 @@ for policy in ("max", "pow2", "exact", "paged"):
 # each request in a step it comes close, and these 0.30 ms *were chosen to make it so*. **A fit is not
 # evidence.** What would be: that the same number, with no new choice, meets something else that the
 # paper measured. The other half of Figure 13 is Alpaca, 30 short requests a second:
-# <!-- source: Kwon et al. 2023, Fig. 13; FIG13_MODELS in minikv.simulator.experiments -->
+# <!-- source: Kwon et al. 2023, Fig. 13; FIG13_MODELS in minikv.experiments -->
 
 # %% alpaca
 for name, overhead in FIG13_MODELS.items():

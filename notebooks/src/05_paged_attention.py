@@ -687,7 +687,7 @@ assert torch.allclose((mixed / total[..., None]).reshape(9, 64), walked, atol=1e
 print("two programs, one answer: equal to rounding")
 
 # %% [markdown]
-# Is it fast? `python -m minikv bench --kernel` measures it on a GPU against the bandwidth of a plain copy,
+# Is it fast? `python -m minikv bench kernel` measures it on a GPU against the bandwidth of a plain copy,
 # and `make test-gpu` proves it equal there. On a machine without one both say `not run`.
 #
 # ## 8. Why the block size matters to a kernel

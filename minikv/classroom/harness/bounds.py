@@ -5,12 +5,15 @@ learner's own. The checks' code is told by its globals (a Shelf), the package's 
 """
 
 import contextlib
+import ctypes
 import functools
 import inspect
 import linecache
 import os
 import sys
 import sysconfig
+import threading
+import time
 import traceback
 from itertools import islice
 from pathlib import Path
@@ -84,20 +87,68 @@ def bounded(function, *args, steps=MOST_STEPS, memory=MOST_MEMORY, finish=None):
         frame.f_trace_opcodes = True  # `while True: pass` has no lines to count
         done += 1
         if done > steps:
+            insist.start()
             raise Endless
         return count
 
-    with _limited(memory):
+    insist = _Insist()
+    with _limited(memory), insist:
         sys.settrace(count)
         try:
             value = function(*args)
             value = list(islice(value, MOST_ITEMS)) if inspect.isgenerator(value) else value
-            return finish(value) if finish else value
+            value = finish(value) if finish else value
+            if done > steps:  # caught
+                raise Endless
+            return value
         except (Endless, Delegated) as error:
             error.answer = name_of(function)
             raise
         finally:
             sys.settrace(tracer)
+
+
+class _Insist:
+    """Raises Endless in this thread again and again until the answer has ended.
+
+    A bare `except:` in the loop catches the first one, and a trace function that has raised is
+    never called again.
+    """
+
+    def __init__(self):
+        self.thread_id, self.lock = threading.get_ident(), threading.Lock()
+        self.sent = self.ended = False
+
+    def start(self):
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        while True:
+            time.sleep(0.05)
+            with self.lock:
+                if self.ended:
+                    return
+                self._send()
+
+    def _send(self):
+        self.sent, error = True, ctypes.py_object(Endless)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread_id), error)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        while not self.ended:
+            try:
+                with self.lock:
+                    self.ended = True
+                    if not self.sent:
+                        return
+                    self._send()  # in the place of one that may be on its way
+                while True:
+                    pass  # until it arrives
+            except Endless:
+                pass
 
 
 def _no_delegate(frame, shelf):

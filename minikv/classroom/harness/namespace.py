@@ -52,12 +52,15 @@ def shelf_of(notebook):
 
 
 def _hold(shelf, names):
-    """Notes what the names mean now; not for what is written in the notebook, an answer perhaps."""
+    """Notes what the names mean now; not for what is written in the notebook, an answer perhaps.
+
+    What is noted already stays: a learner may have bound the name anew since.
+    """
     for name in names:
         value = shelf.notebook.get(name, shelf)
         written_here = getattr(value, "__module__", None) == shelf.notebook.get("__name__")
         if value is not shelf and not written_here and not hasattr(builtins, name):
-            shelf[name] = value
+            shelf.setdefault(name, value)
 
 
 def ours(thing):

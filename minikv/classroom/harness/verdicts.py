@@ -39,7 +39,7 @@ def check(function):
         with defaults():
             moved(function, shelf)(*answers)
     except (Endless, Delegated) as error:  # of `bounded`, called without `ask`
-        raise _brief(AssertionError(told(error.answer, error))) from None
+        raise _brief(AssertionError(told(getattr(error, "answer", "Your code"), error))) from None
     except (AssertionError, NotImplementedError) as error:
         raise _brief(error) from None
     finally:
@@ -48,6 +48,9 @@ def check(function):
 
 def _brief(error):
     said = str(error) or "a check failed without a message"
+    # Half a character (a lone surrogate) cannot be sent, and the whole message would be lost.
+    said = said.encode(errors="replace").decode()
+    error.args = (said,)
     error._render_traceback_ = said.splitlines  # IPython shows what this returns
     return error
 

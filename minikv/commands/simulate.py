@@ -2,10 +2,11 @@
 
 import argparse
 import dataclasses
-import json
-import os
+import importlib
 import sys
-from pathlib import Path
+
+from minikv.commands.progress import Progress
+from minikv.commands.report import run_command
 
 DESCRIPTION = """\
 Serves made-up traffic with the engine's own scheduler, KV-cache manager and loop, without a
@@ -24,9 +25,18 @@ examples:
 
 # Subcommands, `simulate NAME ...`: name -> (module:function taking argv, one line of help)
 EXPERIMENTS = {
-    "paradox": ("minikv.simulate.paradox:main", "40% of the memory is free, and a request waits"),
-    "fig2": ("minikv.simulate.fig2:main", "where the memory went before paging (PagedAttention)"),
-    "fig13": ("minikv.simulate.fig13:main", "how many requests run at once (PagedAttention)"),
+    "paradox": (
+        "minikv.commands.experiments:paradox_main",
+        "40% of the memory is free, and a request waits",
+    ),
+    "fig2": (
+        "minikv.commands.experiments:fig2_main",
+        "where the memory went before paging (PagedAttention)",
+    ),
+    "fig13": (
+        "minikv.commands.experiments:fig13_main",
+        "how many requests run at once (PagedAttention)",
+    ),
 }
 
 THIS_MACHINE = "this-machine"
@@ -37,8 +47,6 @@ DEFAULT_REQUESTS = 500  # of a closed loop, which has no clock of its own
 
 def main(argv):
     if argv and argv[0] in EXPERIMENTS:
-        import importlib
-
         module, function = EXPERIMENTS[argv[0]][0].split(":")
         return getattr(importlib.import_module(module), function)(argv[1:])
     if argv and not argv[0].startswith("-"):  # argparse would print all its options
@@ -51,22 +59,6 @@ def main(argv):
         raise SystemExit(2)  # as argparse does for a wrong command line
     args = _parser().parse_args(argv)
     return run_command("simulate", _serve, args)
-
-
-def run_command(name, function, args, indent=2):
-    """Calls function(args) and writes what it returns to args.json; returns the exit status."""
-    try:
-        check_json(args.json)
-        result = function(args)
-        if args.json is not None:
-            Path(args.json).write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
-    except (MemoryError, OverflowError) as error:
-        print(f"minikv {name}: too large for this machine: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, TypeError, RuntimeError) as error:  # __main__ handles all others
-        print(f"minikv {name}: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def _parser():
@@ -163,17 +155,6 @@ def _parser():
         help="share of the memory for weights and KV cache (default: 0.9)",
     )
     return parser
-
-
-def check_json(path):
-    """What can be known to fail before the run does so now: raises ValueError."""
-    if path is None:
-        return
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"--json {path!r}: there is no folder {folder}")
-    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise ValueError(f"--json {path!r}: that file cannot be written")
 
 
 def _serve(args):
@@ -328,54 +309,6 @@ def _manager(args, num_blocks, max_model_len):
     if max_model_len > num_slots:
         raise ValueError(f"--max-model-len is {max_model_len}, but the pool has {num_slots} slots")
     return PagedKVCacheManager(num_blocks, args.block_size, max_model_len=max_model_len)
-
-
-class Progress:
-    """A bar over finished requests, for Simulation's on_step; on a terminal only."""
-
-    def __init__(self, num_requests, core):
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=num_requests, unit="request", file=sys.stderr, disable=None)
-        self._seen, self._core = 0, core
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self(self._core)
-        self._bar.close()
-
-    def __call__(self, core):
-        if core.num_ended > self._seen:
-            self._bar.set_postfix_str(f"{core.clock.now():,.0f} s simulated", refresh=False)
-            self._bar.update(core.num_ended - self._seen)
-            self._seen = core.num_ended
-
-
-class SecondsProgress:
-    """The same for many runs one after another: a bar over the seconds simulated in all."""
-
-    def __init__(self, num_runs, duration_s):
-        from tqdm import tqdm
-
-        total = round(num_runs * duration_s)
-        self._bar = tqdm(total=total, unit="s simulated", file=sys.stderr, disable=None)
-        self._seen, self._core = 0, None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._bar.close()
-
-    def __call__(self, core):
-        if core is not self._core:
-            self._seen, self._core = 0, core
-        now = int(core.clock.now())
-        if now > self._seen:
-            self._bar.update(now - self._seen)
-            self._seen = now
 
 
 COUNTS = (

@@ -4,116 +4,18 @@ Every package is looked up before it is imported: a missing one gives a line, no
 """
 
 import argparse
-import importlib.metadata
-import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
 
-from minikv.bootstrap import NEWEST, NOTEBOOK, OLDEST, REQUIREMENTS, ROOT
+from minikv.commands.environment import NEWEST, OLDEST
+from minikv.commands.lab import NOTEBOOK
+from minikv.commands.steps import ROOT
+from minikv.machine import facts, pins, version_of
 
 INSTALL = "run: python -m minikv lab (it installs what is missing into .venv)"
 ROOM_TO_WORK = 3_000_000_000  # bytes: PyTorch, the default model and its 1 GiB pool, and a kernel
 KERNEL_SECONDS = 120
-
-
-# --- facts: plain data, which a notebook can print too -----------------------------------------
-
-
-def facts():
-    """What this Python sees of the machine; values that cannot be had are None.
-
-    Keys: minikv, python, executable, system, cores, memory_bytes, memory_free_bytes, packages
-    (name -> version or None, of everything that requirements.txt pins), devices (a list of
-    {device, name, dtype, reason}), model_dir (or model_error, why it is None), model_fetched.
-    """
-    total, free = memory()
-    return {
-        "minikv": _version("minikv"),
-        "python": platform.python_version(),
-        "executable": sys.executable,
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": cores(),
-        "memory_bytes": total,
-        "memory_free_bytes": free,
-        "packages": {name: _version(name) for name in pins()},
-        "devices": devices(),
-        **model_facts(),
-    }
-
-
-def pins():
-    """name -> version, as requirements.txt pins them; empty where that file is not at hand."""
-    if not REQUIREMENTS.is_file():
-        return {}
-    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-
-
-def _version(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def cores():
-    """Cores that this process may use, which in a container are fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
-def memory():
-    """(total, free) bytes of memory, within a container's limit; (None, None) without psutil."""
-    try:
-        import psutil
-    except ImportError:
-        return None, None
-    total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or no limit ("max")
-        return total, free
-    return min(total, limit), min(free, max(0, limit - used))
-
-
-def devices():
-    """Each device that PyTorch sees, and the dtype that dtype="auto" takes there, with the reason.
-
-    The device that device="auto" takes comes first.
-    """
-    try:
-        import torch
-
-        from minikv.model.loader import auto_dtype
-    except ImportError:
-        return []
-    found = [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
-    found.append(("cpu", platform.processor() or platform.machine()))
-    if torch.backends.mps.is_available():
-        found.append(("mps", "Apple GPU; used only when asked for"))
-    rows = []
-    for device, name in found:
-        dtype, reason = auto_dtype(device)
-        dtype = str(dtype).removeprefix("torch.")
-        rows.append({"device": device, "name": name, "dtype": dtype, "reason": reason})
-    return rows
-
-
-def model_facts():
-    facts = {"model_dir": None, "model_error": None, "model_fetched": False}
-    try:
-        from minikv.model.fetch import ModelFetchError, default_model_dir, is_fetched
-    except ImportError as error:
-        return facts | {"model_error": f"{error.name} is missing; {INSTALL}"}
-    try:
-        return facts | {"model_dir": str(default_model_dir()), "model_fetched": is_fetched()}
-    except ModelFetchError as error:
-        return facts | {"model_error": str(error)}
 
 
 # --- the checks: each gives (status, what was found, what to do) -------------------------------
@@ -256,7 +158,7 @@ def check_widgets():
     The two halves come as two packages, and a mismatch shows only as an empty cell.
     """
     extension = "share/jupyter/labextensions/@jupyter-widgets/jupyterlab-manager/package.json"
-    if _version("ipywidgets") is None:
+    if version_of("ipywidgets") is None:
         return PROBLEM, "no widgets: ipywidgets is not installed", INSTALL
     if not (Path(sys.prefix) / extension).is_file():
         return (

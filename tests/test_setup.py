@@ -11,25 +11,30 @@ from pathlib import Path
 
 import pytest
 
-from minikv import __main__, bootstrap, doctor
+from minikv import __main__, machine
+from minikv.commands import doctor, environment, fresh, lab, steps, test
 
-PACKAGE = Path(bootstrap.__file__).parent
+PACKAGE = Path(__main__.__file__).parent
+SETUP = [
+    "commands/__init__.py",
+    *(f"commands/{x}.py" for x in ("steps", "environment", "lab", "test")),
+]
 
 
 # --- before anything is installed --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["__init__.py", "__main__.py", "bootstrap.py"])
+@pytest.mark.parametrize("file", ["__init__.py", "__main__.py", "commands/fresh.py", *SETUP])
 def test_an_old_python_can_read_what_tells_it_that_it_is_old(file):
     tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"), feature_version=(3, 8))
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = [n.name for node in top if isinstance(node, ast.Import) for n in node.names]
     names += [node.module for node in top if isinstance(node, ast.ImportFrom)]
-    assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
+    assert {name.split(".")[0] for name in names} <= {*sys.stdlib_module_names, "minikv"}
 
 
 @pytest.mark.parametrize(
-    ("machine", "message"),
+    ("found", "message"),
     [
         (((3, 8, 18), "Linux", "x86_64", True), "this is Python 3.8.18; the course needs Python"),
         (((3, 10, 0), "Windows", "AMD64", True), "3.11 to 3.14"),
@@ -39,13 +44,13 @@ def test_an_old_python_can_read_what_tells_it_that_it_is_old(file):
         (((3, 12, 1), "Windows", "ARM64", True), "Windows on ARM"),
     ],
 )
-def test_a_python_without_a_pytorch_build_is_refused(machine, message):
-    with pytest.raises(bootstrap.SetupError, match=message):
-        bootstrap.check_python(*machine)
+def test_a_python_without_a_pytorch_build_is_refused(found, message):
+    with pytest.raises(steps.SetupError, match=message):
+        environment.check_python(*found)
 
 
 @pytest.mark.parametrize(
-    "machine",
+    "found",
     [
         ((3, 11, 0), "Linux", "x86_64", True),
         ((3, 14, 2), "Linux", "aarch64", True),
@@ -53,13 +58,13 @@ def test_a_python_without_a_pytorch_build_is_refused(machine, message):
         ((3, 13, 0), "Windows", "AMD64", True),
     ],
 )
-def test_a_python_with_one_is_accepted(machine):
-    bootstrap.check_python(*machine)
+def test_a_python_with_one_is_accepted(found):
+    environment.check_python(*found)
 
 
 def test_the_interpreter_lies_elsewhere_on_windows():
-    assert bootstrap.venv_python(Path("v"), windows=True) == Path("v/Scripts/python.exe")
-    assert bootstrap.venv_python(Path("v"), windows=False) == Path("v/bin/python")
+    assert environment.venv_python(Path("v"), windows=True) == Path("v/Scripts/python.exe")
+    assert environment.venv_python(Path("v"), windows=False) == Path("v/bin/python")
 
 
 # --- the environment ---------------------------------------------------------------------------
@@ -74,20 +79,31 @@ def course(tmp_path, monkeypatch):
     (root / "requirements.txt").write_text("torch==2.13.0\n-e .\n")
     (root / "requirements-test.txt").write_text("triton==3.7.1\n")
     (root / "pyproject.toml").write_text("[project]\n")
-    monkeypatch.setattr(bootstrap, "ROOT", root)
-    monkeypatch.setattr(bootstrap, "VENV", root / ".venv")
-    monkeypatch.setattr(bootstrap, "STAMP", root / ".venv/minikv.stamp")
-    monkeypatch.setattr(bootstrap, "REQUIREMENTS", root / "requirements.txt")
-    monkeypatch.setattr(bootstrap.platform, "system", lambda: "Linux")
-    state = {"steps": [], "fail": None, "probe": ["3.12.1 (build)", [3, 12], str(site_packages)]}
+    monkeypatch.setattr(environment, "ROOT", root)
+    monkeypatch.setattr(environment, "VENV", root / ".venv")
+    monkeypatch.setattr(environment, "STAMP", root / ".venv/minikv.stamp")
+    monkeypatch.setattr(environment, "REQUIREMENTS", root / "requirements.txt")
+    monkeypatch.setattr(steps, "LOG", root / "build/setup.log")
+    monkeypatch.setattr(environment.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    state = {
+        "steps": [],
+        "fail": None,
+        "no_cpu_build": False,
+        "probe": ["3.12.1 (build)", [3, 12], str(site_packages)],
+    }
 
     def install(name):
         info = site_packages / f"{name}.dist-info"
         info.mkdir(exist_ok=True)
         (info / "INSTALLER").write_text("pip\n")
 
-    def run_step(command, what):
+    def run_step(command, what, otherwise=None):
         state["steps"].append(" ".join(str(part) for part in command[1:4]))
+        if "--index-url" in command:
+            state["steps"][-1] += " of the CPU-only build"
+            if state["no_cpu_build"]:
+                return print(otherwise)
         if state["fail"] is not None:
             raise state["fail"]
         if "ensurepip" in command:
@@ -96,25 +112,25 @@ def course(tmp_path, monkeypatch):
             install("triton-3.7.1" if "-test" in str(command[-1]) else "torch-2.13.0")
 
     has_pip = lambda: any(site_packages.glob("pip-*.dist-info"))  # noqa: E731
-    monkeypatch.setattr(bootstrap, "run_step", run_step)
+    monkeypatch.setattr(environment, "run_step", run_step)
     monkeypatch.setattr(
-        bootstrap, "probe", lambda _: state["probe"] and [*state["probe"], has_pip()]
+        environment, "probe", lambda _: state["probe"] and [*state["probe"], has_pip()]
     )
     state.update(root=root, site_packages=site_packages)
     return state
 
 
 def test_the_second_time_nothing_is_installed(course):
-    bootstrap.ensure_environment()
+    environment.ensure_environment()
     assert course["steps"] == ["-m ensurepip --default-pip", "-m pip install"]
     course["steps"].clear()
-    bootstrap.ensure_environment()
+    environment.ensure_environment()
     assert course["steps"] == []
 
 
 @pytest.mark.parametrize("change", ["requirements.txt", "pyproject.toml", "python", "package"])
 def test_a_change_goes_through_pip_again(course, change):
-    bootstrap.ensure_environment()
+    environment.ensure_environment()
     course["steps"].clear()
     if change == "python":
         course["probe"][0] = "3.12.2 (build)"
@@ -125,75 +141,113 @@ def test_a_change_goes_through_pip_again(course, change):
     else:
         with (course["root"] / change).open("a") as file:
             file.write("# changed\n")
-    bootstrap.ensure_environment()
+    environment.ensure_environment()
     assert course["steps"] == ["-m pip install"]
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), bootstrap.SetupError("no network")])
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), steps.SetupError("no network")])
 def test_an_interrupted_install_leaves_no_stamp_and_is_resumed(course, interruption):
-    bootstrap.ensure_environment()
+    environment.ensure_environment()
     (course["root"] / "requirements.txt").write_text("torch==2.13.0\nmore==1\n")
     course["fail"] = interruption
     with pytest.raises(type(interruption)):
-        bootstrap.ensure_environment()
-    assert not bootstrap.STAMP.exists()
+        environment.ensure_environment()
+    assert not environment.STAMP.exists()
     course["fail"] = None
     course["steps"].clear()
-    bootstrap.ensure_environment()
+    environment.ensure_environment()
     assert course["steps"] == ["-m pip install"]
-    assert bootstrap.STAMP.exists()
+    assert environment.STAMP.exists()
 
 
 def test_a_half_installed_package_is_forgotten(course):
-    bootstrap.ensure_environment()
-    bootstrap.STAMP.unlink()
+    environment.ensure_environment()
+    environment.STAMP.unlink()
     half = course["site_packages"] / "numpy-2.4.6.dist-info"
     half.mkdir()
     (half / "METADATA").write_text("")
-    bootstrap.ensure_environment()
+    environment.ensure_environment()
     assert not half.exists()
     assert (course["site_packages"] / "torch-2.13.0.dist-info").exists()
 
 
 def test_an_environment_of_another_python_is_made_anew(course, monkeypatch):
-    monkeypatch.setattr(bootstrap, "check_python", lambda *machine: None)
+    monkeypatch.setattr(environment, "check_python", lambda *found: None)
     course["probe"][1] = [3, 9]
-    bootstrap.ensure_environment()
+    environment.ensure_environment()
     assert course["steps"][0] == "-m venv --clear"
 
 
-def test_the_cpu_build_of_pytorch_comes_first(course, capsys):
-    bootstrap.ensure_environment(cpu_torch=True)
-    assert course["steps"] == ["-m ensurepip --default-pip", "-m pip install", "-m pip install"]
-    python = Path("python")
-    (step,) = bootstrap.torch_steps(python, course["root"], cpu_torch=True)
-    assert step[-3:] == ["torch==2.13.0", "--index-url", bootstrap.CPU_TORCH_INDEX]
-    # There already, and not that build: said, and left alone.
-    assert bootstrap.torch_steps(python, course["site_packages"], cpu_torch=True) == []
-    assert "delete .venv" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("wanted", "system", "gpu", "build"),
+    [
+        ("auto", "Linux", None, "cpu"),
+        ("auto", "Linux", "/usr/bin/nvidia-smi", "ordinary"),
+        ("cpu", "Linux", "/usr/bin/nvidia-smi", "cpu"),
+        ("cuda", "Linux", None, "ordinary"),
+        ("auto", "Darwin", None, "ordinary"),
+        ("cpu", "Windows", None, "ordinary"),
+    ],
+)
+def test_the_build_of_pytorch(wanted, system, gpu, build):
+    assert environment.torch_build(wanted, system, gpu) == build
+
+
+def test_without_a_gpu_the_cpu_build_of_pytorch_comes_first(course, monkeypatch, capsys):
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    environment.ensure_environment()
+    pip = "-m pip install"
+    assert course["steps"] == ["-m ensurepip --default-pip", f"{pip} of the CPU-only build", pip]
+    said = capsys.readouterr().out
+    assert "about 450 MB are downloaded" in said and "Ctrl-C" not in said
+    environment.STAMP.unlink()  # there already: not taken again
+    course["steps"].clear()
+    environment.ensure_environment()
+    assert course["steps"] == [pip]
+
+
+def test_where_its_index_is_not_reached_the_ordinary_build_follows(course, monkeypatch, capsys):
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    course["no_cpu_build"] = True
+    environment.ensure_environment()
+    assert course["steps"][-1] == "-m pip install" and environment.STAMP.exists()
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    [line] = [line for line in captured.out.splitlines() if "the ordinary one" in line]
+    assert environment.CPU_TORCH_INDEX in line and "about 3 GB" in line
+
+
+@pytest.mark.parametrize(
+    ("wanted", "installed", "is_said"),
+    [("cpu", "2.13.0", 1), ("cpu", "2.13.0+cpu", 0), ("cuda", "2.13.0+cpu", 1),
+     ("cuda", "2.13.0", 0), ("auto", "2.13.0", 0)],
+)  # fmt: skip
+def test_another_build_that_is_there_is_left_alone_and_said(wanted, installed, is_said, capsys):
+    environment.ask_for_other_build(wanted, f"torch-{installed}.dist-info")
+    assert capsys.readouterr().out.count("delete .venv") == is_said
 
 
 def test_what_only_tests_need_is_installed_once_and_by_test_alone(course):
-    bootstrap.ensure_environment()
+    environment.ensure_environment()
     course["steps"].clear()
     for _ in range(2):
-        bootstrap.ensure_test_packages("python")
-        bootstrap.ensure_environment()  # `lab` finds one package more, and is content
+        environment.ensure_test_packages("python")
+        environment.ensure_environment()  # `lab` finds one package more, and is content
     assert course["steps"] == ["-m pip install"]
     with (course["root"] / "requirements-test.txt").open("a") as file:
         file.write("more==1\n")
-    bootstrap.ensure_test_packages("python")
+    environment.ensure_test_packages("python")
     assert course["steps"] == ["-m pip install"] * 2
 
 
 def test_without_what_only_tests_need_the_other_tests_run(course, capsys):
-    bootstrap.ensure_environment()
-    course["fail"] = bootstrap.SetupError("no build for this machine.")
-    bootstrap.ensure_test_packages("python")
+    environment.ensure_environment()
+    course["fail"] = steps.SetupError("no build for this machine.")
+    environment.ensure_test_packages("python")
     assert "no build for this machine. The tests that need it are skip" in capsys.readouterr().out
     course["fail"] = None
     course["steps"].clear()
-    bootstrap.ensure_test_packages("python")  # tried again
+    environment.ensure_test_packages("python")  # tried again
     assert course["steps"] == ["-m pip install"]
 
 
@@ -212,18 +266,62 @@ def test_without_what_only_tests_need_the_other_tests_run(course, capsys):
         ("something else", "lines above"),
     ],
 )
-def test_a_failed_step_says_what_to_do(stderr, message):
+def test_a_failed_step_says_what_to_do(stderr, message, log):
     script = f"import sys; sys.stderr.write({stderr!r}); sys.exit(3)"
-    with pytest.raises(bootstrap.SetupError, match=f"a step failed .exit status 3.: .*{message}"):
-        bootstrap.run_step([sys.executable, "-c", script], "a step")
+    with pytest.raises(steps.SetupError, match=f"a step failed .exit status 3.: .*{message}"):
+        steps.run_step([sys.executable, "-c", script], "a step")
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "LOG", tmp_path / "build/setup.log")
+    return steps.LOG
+
+
+def test_a_step_is_one_line_and_the_rest_is_in_the_log(log, capsys):
+    script = "import sys\nfor i in range(300): print('WARNING', i); print(i, file=sys.stderr)"
+    steps.run_step([sys.executable, "-c", script], "a step")
+    captured = capsys.readouterr()
+    assert captured.out.startswith("minikv: a step 0:0") and captured.out.count("\n") == 1
+    assert captured.err == ""
+    assert log.read_text().count("\nWARNING") == 300 and "\n299\n" in log.read_text()
+
+
+def test_a_failed_step_shows_the_end_of_its_log(log, capsys):
+    script = "import sys\nfor i in range(300): print('line', i)\nsys.exit('no space left')"
+    with pytest.raises(steps.SetupError, match=r"All that it wrote is in .*setup\.log"):
+        steps.run_step([sys.executable, "-c", script], "a step")
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-1].strip() == "no space left" and len(shown) == steps.NUM_LINES_SHOWN
+    steps.run_step([sys.executable, "-c", script], "a step", "another follows")
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.count("\n") == 1 and captured.out.endswith("another follows\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("Collecting jupyter-core>=5 (from jupyterlab==4.6.6)", "looking for jupyter-core"),
+        ("  Downloading https://a/b/torch-2.13.0%2Bcpu-cp311-x.whl (191.8 MB)",
+         "downloading torch, 191.8 MB"),
+        ("  Downloading jupyter_core-5.9.1-py3-none-any.whl.metadata (1.6 kB)",
+         "downloading jupyter_core, 1.6 kB"),
+        ("Installing collected packages: a, b, c", "unpacking 3 packages"),
+        ("WARNING: Location 'file:///x' is ignored", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_what_pip_is_doing_in_few_words(line, words):
+    assert steps.doing(line) == words
 
 
 def test_trouble_is_one_line_and_an_exit_status(course, capsys):
-    course["fail"] = bootstrap.SetupError("the disk is full")
-    assert bootstrap.lab([]) == 1
+    course["fail"] = steps.SetupError("the disk is full")
+    assert lab.main([]) == 1
     assert capsys.readouterr().err == "minikv: the disk is full\n"
     course["fail"] = KeyboardInterrupt()
-    assert bootstrap.test([]) == 130
+    assert test.main([]) == 130
     assert "goes on from here" in capsys.readouterr().err
 
 
@@ -231,53 +329,96 @@ def test_trouble_is_one_line_and_an_exit_status(course, capsys):
 
 
 def test_jupyter_gets_the_port_and_what_the_reader_adds():
-    command = bootstrap.jupyter_command("python", ["--no-browser"], {"PORT": "9000"}, is_root=True)
+    command = lab.jupyter_command("python", ["--no-browser"], {"PORT": "9000"}, is_root=True)
     assert "--port=9000" in command
     assert "--allow-root" in command
     assert command[-1] == "--no-browser"
     assert not any("token" in str(part) or "password" in str(part) for part in command)
-    command = bootstrap.jupyter_command("python", [], {"DISPLAY": ":0"}, is_root=False)
+    command = lab.jupyter_command("python", [], {"DISPLAY": ":0"}, is_root=False)
     assert not any(str(part).startswith(("--port", "--allow", "--no")) for part in command)
 
 
 @pytest.mark.parametrize("port", ["abc", "0", "65536", "-1"])
 def test_a_bad_port_is_named(port, capsys, monkeypatch):
     monkeypatch.setenv("PORT", port)
-    assert bootstrap.lab([]) == 1
+    assert lab.main([]) == 1
     assert f"PORT is {port!r}; it must be a number from 1 to 65535" in capsys.readouterr().err
 
 
 def test_pytest_takes_the_short_tests_unless_asked():
-    assert bootstrap.pytest_command("python", False, ["-x"])[-3:] == ["-m", "not long", "-x"]
-    assert bootstrap.pytest_command("python", True, [])[-2:] == ["-m", "long"]
+    assert test.pytest_command("python", False, ["-x"])[-3:] == ["-m", "not long", "-x"]
+    assert test.pytest_command("python", True, [])[-2:] == ["-m", "long"]
 
 
 def test_a_command_is_handed_to_the_environment(course, monkeypatch, capsys):
-    monkeypatch.setattr(bootstrap.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
     calls = []
-    monkeypatch.setattr(bootstrap, "run", lambda command: calls.append(command) or 7)
+    monkeypatch.setattr(environment, "run", lambda command: calls.append(command) or 7)
     assert __main__.main(["generate", "hello"]) == 7
-    assert calls == [[bootstrap.venv_python(), "-m", "minikv", "generate", "hello"]]
+    assert calls == [[environment.venv_python(), "-m", "minikv", "generate", "hello"]]
     course["probe"] = None  # no environment
     assert __main__.main(["generate", "hello"]) == 1
     assert "python -m minikv lab" in capsys.readouterr().err
-    assert bootstrap.hand_over(["doctor"]) is None
+    assert environment.hand_over(["doctor"]) is None
 
 
 def test_an_unknown_command_and_help(capsys):
     assert __main__.main(["nonsense"]) == 2
     assert "unknown command 'nonsense'" in capsys.readouterr().err
-    for command in ("lab", "test", "doctor"):
+    for command in ("lab", "test", "fresh", "doctor"):
         with pytest.raises(SystemExit) as stop:
             __main__.main([command, "--help"])
         assert stop.value.code == 0
+
+
+# --- as on a machine that never saw the course -------------------------------------------------
+
+
+def test_nothing_of_the_user_is_carried_over_but_pips_configuration(tmp_path):
+    user, home = tmp_path / "user", tmp_path / "home"
+    (user / ".config/pip").mkdir(parents=True)
+    (user / ".config/pip/pip.conf").write_text("[global]\n")
+    (user / ".cache/minikv").mkdir(parents=True)
+    home.mkdir()
+    mine = {
+        "PATH": "/bin", "HOME": str(user), "PIP_CERT": "x", "https_proxy": "p", "PYTHONPATH": "y",
+        "MINIKV_CACHE": "z", "HF_HOME": "h", "XDG_CACHE_HOME": "c", "MAKEFLAGS": "-j2",
+        "OMP_NUM_THREADS": "1", "VIRTUAL_ENV": "v", "JUPYTER_CONFIG_DIR": "j",
+    }  # fmt: skip
+    found = fresh.bare_environment(home, mine, user)
+    assert {name for name in found if name in mine} == {"PATH", "PIP_CERT", "https_proxy", "HOME"}
+    assert found["HOME"] == str(home)
+    left = [path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()]
+    assert left == [".config/pip/pip.conf"]
+
+
+def test_fresh_runs_both_commands_in_a_copy_and_stops_at_the_first_that_fails(
+    tmp_path, monkeypatch, capsys
+):
+    root = tmp_path / "course"
+    for file in ("README.md", ".venv/bin/python", "build/setup.log", "work/01.ipynb"):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text("x")
+    ran, statuses = [], [0, 3]
+
+    def run(command, folder, environ):
+        files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+        ran.append((command[-2:], files, os.listdir(environ["HOME"])))
+        return statuses[len(ran) - 1]
+
+    monkeypatch.setattr(fresh, "ROOT", root)
+    monkeypatch.setattr(fresh, "run", run)
+    monkeypatch.setattr(fresh.shutil, "which", lambda name: None)  # no make, as on Windows
+    monkeypatch.setattr(fresh.Path, "home", lambda: tmp_path)
+    assert fresh.main([]) == 3
+    assert ran == [(["lab", "--check"], ["README.md"], []), (["minikv", "test"], ["README.md"], [])]
 
 
 # --- the doctor --------------------------------------------------------------------------------
 
 
 def test_the_facts_are_plain_data():
-    found = doctor.facts()
+    found = machine.facts()
     assert json.loads(json.dumps(found)) == found
     assert found["cores"] >= 1
     assert found["packages"]["torch"].startswith("2.13.0")
@@ -306,7 +447,7 @@ def test_the_attention_backend_has_a_line_with_the_reason(monkeypatch):
 
 def test_a_cache_folder_that_cannot_be_is_a_line(monkeypatch):
     monkeypatch.setenv("MINIKV_CACHE", "~nosuchuser/x")
-    found = doctor.model_facts()
+    found = machine.model_facts()
     assert (found["model_dir"], found["model_fetched"]) == (None, False)
     status, text, _ = doctor.check_model(found)
     assert status == "PROBLEM" and "MINIKV_CACHE is '~nosuchuser/x'" in text
@@ -314,7 +455,7 @@ def test_a_cache_folder_that_cannot_be_is_a_line(monkeypatch):
 
 def test_a_bare_python_gets_lines_and_no_traceback():
     # -S and -I leave out site-packages: a Python in which nothing is installed.
-    script = "import sys; sys.path.insert(0, sys.argv[1]); from minikv import doctor; "
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from minikv.commands import doctor; "
     script += "sys.exit(doctor.main([]))"
     result = subprocess.run(
         [sys.executable, "-I", "-S", "-c", script, str(PACKAGE.parent)],
@@ -333,7 +474,7 @@ def test_the_pins_are_exact_and_pytorch_is_the_tested_one():
     lines = [line for line in lines if line and not line.startswith("#")]
     assert lines.pop() == "-e ."
     assert all(line.count("==") == 1 for line in lines)
-    assert bootstrap.pinned("torch") == "torch==2.13.0"
+    assert environment.pinned("torch") == "torch==2.13.0"
 
 
 def test_triton_is_the_version_that_pytorch_asks_for():
@@ -355,7 +496,7 @@ def test_the_model_is_fetched_by_the_module_that_is_run(tmp_path):
     for file in fetch.MODEL_FILES:
         (folder / file).touch()
     result = subprocess.run(
-        [sys.executable, "-m", bootstrap.MODEL_FETCHER],
+        [sys.executable, "-m", environment.MODEL_FETCHER],
         env={**os.environ, "MINIKV_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -366,11 +507,11 @@ def test_the_model_is_fetched_by_the_module_that_is_run(tmp_path):
 
 def test_the_kernel_is_compiled_by_the_module_that_is_run(tmp_path):
     """As set-up runs it, which ignores its status: the course does without."""
-    environment = os.environ | {"MINIKV_CACHE": str(tmp_path)}
+    environ = os.environ | {"MINIKV_CACHE": str(tmp_path)}
     for wanted, status, said in (("1", 1, "there is no such program"), ("0", 0, "")):
         result = subprocess.run(
-            [sys.executable, "-m", bootstrap.KERNEL_COMPILER],
-            env=environment | {"CXX": "no-such-compiler", "MINIKV_CPU_KERNELS": wanted},
+            [sys.executable, "-m", environment.KERNEL_COMPILER],
+            env=environ | {"CXX": "no-such-compiler", "MINIKV_CPU_KERNELS": wanted},
             capture_output=True,
             text=True,
         )
@@ -381,7 +522,7 @@ def test_the_kernel_is_compiled_by_the_module_that_is_run(tmp_path):
 def test_what_the_package_imports_is_pinned():
     optional = {"triton", "vllm"}  # used where they are installed
     owners = importlib.metadata.packages_distributions()
-    pins = {name.lower() for name in doctor.pins()}
+    pins = {name.lower() for name in machine.pins()}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -2,7 +2,7 @@
 
 Nothing is installed and nothing fetched. The parts: the checks of tests/gpu_checks.py (backends
 against float64; in float32, output equal to the dense cache's token for token), the chapters that
-run on whatever device there is, and `bench --kernel`. Exit status: 0 if nothing failed, which is
+run on whatever device there is, and `bench kernel`. Exit status: 0 if nothing failed, which is
 also so where there is no GPU and nothing was tested (the last line and the JSON's status say it);
 1 if something failed, or a GPU is there and the packages for testing it are not.
 """
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minikv import bootstrap
+from minikv.commands import steps
 
 CHAPTERS = ("00", "01", "05")
 JUPYTER = ("nbformat", "nbclient", "ipykernel", "jupytext")
@@ -46,16 +46,14 @@ def command(arguments):
     wrote, or None)."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")
-        paths = [str(bootstrap.ROOT), os.environ.get("PYTHONPATH", "")]
-        status = bootstrap.run(
-            [sys.executable, *arguments, "--json", file],
-            PYTHONPATH=os.pathsep.join(filter(None, paths)),
-        )
+        paths = [str(steps.ROOT), os.environ.get("PYTHONPATH", "")]
+        environ = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+        status = steps.run([sys.executable, *arguments, "--json", file], environ=environ)
         return status, json.loads(file.read_text("utf-8")) if file.is_file() else None
 
 
 def checks(model):
-    script = bootstrap.ROOT / "tests" / "gpu_checks.py"
+    script = steps.ROOT / "tests" / "gpu_checks.py"
     status, parts = command([script, *(["--model", model] if model else [])])
     if parts is None:
         return [part("checks", "failed", f"ended with exit status {status}; the reason is above")]
@@ -85,11 +83,11 @@ def chapter(number, root):
 
 
 def kernel():
-    status, result = command(["-m", "minikv", "bench", "--kernel"])
+    status, result = command(["-m", "minikv", "bench", "kernel"])
     if result is None:
-        return part("bench --kernel", "failed", f"ended with exit status {status}")
+        return part("bench kernel", "failed", f"ended with exit status {status}")
     said = {"run": "passed"}.get(result["status"], result["status"])
-    return part("bench --kernel", said, result["reason"], result=result)
+    return part("bench kernel", said, result["reason"], result=result)
 
 
 def main(argv):
@@ -127,8 +125,8 @@ def test(model=None):
     parts = checks(model)
     for number in CHAPTERS:
         print(f"-- chapter {number}", flush=True)
-        parts.append(chapter(number, bootstrap.ROOT))
-    print("-- bench --kernel", flush=True)
+        parts.append(chapter(number, steps.ROOT))
+    print("-- bench kernel", flush=True)
     parts.append(kernel())
 
     print()

@@ -1,0 +1,140 @@
+"""`python -m minikv simulate NAME`: an experiment from the command line, printed as it is measured.
+
+The experiments themselves are in minikv.experiments.
+"""
+
+import argparse
+
+from minikv.commands.progress import SecondsProgress
+from minikv.commands.report import run_command
+from minikv.experiments import fig2, fig13, paradox
+from minikv.experiments.paper import HOUR_S, NUM_SLOTS, WARMUP_S
+from minikv.kv_cache.extents import FITS
+from minikv.request import require_int, require_number
+
+
+def _parser(name, description, *, seeds, warmup=False):
+    parser = argparse.ArgumentParser(
+        prog=f"python -m minikv simulate {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=seeds, metavar="N", help=f"hours (default: {seeds})"
+    )
+    parser.add_argument("--duration", type=float, default=HOUR_S, metavar="S", help="default: 3600")
+    if warmup:
+        parser.add_argument(
+            "--warmup", type=float, default=WARMUP_S, metavar="S", help="not counted (default: 600)"
+        )
+    parser.add_argument("--json", metavar="FILE", help="write what is measured there, too")
+    return parser
+
+
+def _check(args):
+    require_int("--seeds", args.seeds, at_least=1)
+    require_number("--duration", args.duration, above=0)
+    if "warmup" in args:
+        require_number("--warmup", args.warmup, at_least=0)
+        if args.warmup >= args.duration:
+            raise ValueError(f"--warmup is {args.warmup:g}, but --duration only {args.duration:g}")
+
+
+# -- the paradox ----------------------------------------------------------------------------------
+
+PARADOX = """\
+A service whose prompts share a 200-token header, one in twenty of them a long document, in a pool
+of 15,700 slots where each request gets one extent of exactly what it needs. Prints the requests
+that were refused when they first came to the head of the queue, and what was free at that moment.
+"""
+
+
+def paradox_main(argv):
+    parser = _parser("paradox", PARADOX, seeds=5)
+    parser.add_argument(
+        "--fit", default=",".join(FITS), help=f"with commas between (default: {','.join(FITS)})"
+    )
+    parser.add_argument("--rate", type=float, default=2.0, help="requests/s (default: 2)")
+    parser.add_argument("--gpu", default="H100", help="whose step times (default: H100)")
+    parser.add_argument("--all", action="store_true", help="print every refused request")
+    return run_command("simulate paradox", _paradox, parser.parse_args(argv), indent=None)
+
+
+def _paradox(args):
+    _check(args)
+    fits = [fit.strip() for fit in args.fit.split(",")]
+    if set(fits) - set(FITS):
+        raise ValueError(f"--fit is {args.fit!r}; known: {', '.join(FITS)}")
+    step_time = paradox.paradox_step_time(args.gpu)
+    print(paradox.setting(args.rate, args.duration, step_time), flush=True)
+    with SecondsProgress(args.seeds * (len(fits) + 2), args.duration) as progress:
+        by_fit, beside = paradox.measure(
+            args.seeds,
+            fits,
+            rate=args.rate,
+            gpu=args.gpu,
+            duration_s=args.duration,
+            on_step=progress,
+        )
+    paradox.print_result(by_fit, beside, args.all)
+    return {
+        "runs": [run.as_json() for runs in by_fit.values() for run in runs],
+        "beside": [run.as_json() for runs in beside.values() for run in runs],
+        "num_slots": NUM_SLOTS,
+        "duration_s": args.duration,
+        "assumptions": step_time.describe(),
+    }
+
+
+# -- figures 2 and 13 -----------------------------------------------------------------------------
+
+FIG2 = """\
+Figure 2 of Kwon et al. 2023 (PagedAttention): the average share of KV-cache memory that holds
+tokens, is reserved, is wasted inside and outside of what requests hold, for the three contiguous
+policies that the paper measured, and for exact reservation with first fit instead of a buddy.
+"""
+
+
+def fig2_main(argv):
+    parser = _parser("fig2", FIG2, seeds=3, warmup=True)
+    parser.add_argument(
+        "--report-every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="steps between two memory reports, each weighted with its step's time (default: 1)",
+    )
+    return run_command("simulate fig2", _fig2, parser.parse_args(argv))
+
+
+def _fig2(args):
+    _check(args)
+    require_int("--report-every", args.report_every, at_least=1)
+    print(fig2.setting(args.seeds, args.duration, args.warmup), flush=True)
+    with SecondsProgress(args.seeds * len(fig2.POLICIES), args.duration) as progress:
+        result = fig2.measure(
+            args.seeds, args.duration, args.warmup, args.report_every, on_step=progress
+        )
+    fig2.print_result(result)
+    return result
+
+
+FIG13 = """\
+Figure 13 of Kwon et al. 2023 (PagedAttention): the mean number of requests that run at once, in
+the pool of Fig. 2, under its three contiguous policies and with blocks of 16 tokens. Numbers more
+than 15% from the paper's are named, and what is held to cause them is changed and run again.
+"""
+
+
+def fig13_main(argv):
+    parser = _parser("fig13", FIG13, seeds=1, warmup=True)
+    return run_command("simulate fig13", _fig13, parser.parse_args(argv))
+
+
+def _fig13(args):
+    _check(args)
+    print(fig13.setting(args.seeds, args.duration, args.warmup), flush=True)
+    with SecondsProgress(fig13.num_runs() * args.seeds, args.duration) as progress:
+        result = fig13.measure(args.seeds, args.duration, args.warmup, on_step=progress)
+    fig13.print_result(result)
+    return result

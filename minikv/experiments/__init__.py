@@ -1,0 +1,21 @@
+"""Each experiment once: its run, the paper's numbers, its table. `commands/` prints them,
+chapters run them."""
+
+from minikv.experiments.fig2 import FIG2_PAPER, fig2_run
+from minikv.experiments.fig13 import FIG13_MODELS, FIG13_PAPER, FIG13_WORKLOADS
+from minikv.experiments.paper import NUM_SLOTS, paper_manager, paper_run, paper_step_time
+from minikv.experiments.paradox import paradox_run, paradox_step_time
+
+__all__ = [
+    "FIG2_PAPER",
+    "FIG13_MODELS",
+    "FIG13_PAPER",
+    "FIG13_WORKLOADS",
+    "NUM_SLOTS",
+    "fig2_run",
+    "paper_manager",
+    "paper_run",
+    "paper_step_time",
+    "paradox_run",
+    "paradox_step_time",
+]
