@@ -85,7 +85,7 @@ def tensor(value, shape, said):
 
 # %% example-5-1
 # K and V, 3 blocks and the padding block, 1 kv head, 2 slots, head_dim 2
-example_pool = torch.full((2, 4, 1, 2, 2), 1e4)
+example_pool = torch.full((2, 4, 1, 2, 2), 1e4, dtype=torch.float32)
 # token 0: its key, its value; then tokens 1 and 2
 example_pool[:, 2, 0, 0] = torch.tensor([[0.5, 1.0], [1.0, 2.0]])
 example_pool[:, 2, 0, 1] = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
