@@ -412,18 +412,16 @@ def tables_of(manager):
 
 @ours
 def watch(manager, name, function, judge, *args):
-    """function(*args), one of the learner's methods; then judge(what it returned, tables before)."""
+    """function(*args), a learner's method; then judge(its value, tables before)."""
     before = tables_of(manager)
-    calls = "; ".join(manager.watch_log[-8:]) or "none yet"
+    calls = "; ".join(manager.watch_log[-8:]) or "none"
     given = f"Calls: {calls}\nTables before the last: {before}"
     try:
         value = bounded(function, *args)
         if name != "__init__":
+            said = "self.num_blocks and self.block_size say how large the pool is: keep what "
             pool = manager.num_blocks, manager.block_size
-            assert pool == manager.watch_pool, (
-                "self.num_blocks and self.block_size say how large the pool is: keep what changes "
-                "under another name."
-            )
+            assert pool == manager.watch_pool, f"{said}changes under another name."
         judge(value, before)
     except NotImplementedError:
         raise  # not yet done
@@ -1319,6 +1317,7 @@ def objection(check_books, books):
     assert books == before, f"check_books changed the books: work on a copy.\nThey were {before}"
     return None
 
+# %% verdict-4-5-b jupyter={"source_hidden": true}
 @ours
 def judge_checker(check_books):
     """Right books pass, broken ones don't; the small ones first. How many of each there were."""
