@@ -288,13 +288,9 @@ def generate(session, prompt, num_output_tokens):
 
 # %% ex-1-2 wrong: positions start over after the prompt
 # says: start over at 0
-def generate(session, prompt, num_output_tokens):
-    logits = session(prompt, range(len(prompt)))
-    output = [int(logits[-1].argmax())]
-    while len(output) < num_output_tokens:
-        logits = session([output[-1]], [len(output) - 1])
-        output.append(int(logits[-1].argmax()))
-    return output
+# -         num_tokens = len(prompt) + len(output)
+# -         logits = session([output[-1]], [num_tokens - 1])
+# +         logits = session([output[-1]], [len(output) - 1])
 
 # %% ex-1-2 wrong: the newest two tokens each time
 # says: run a second time
@@ -372,15 +368,13 @@ def generate(session, prompt, num_output_tokens):
 
 # %% ex-1-2 wrong: a variable named like the checks' model
 # says: it was overwritten
-model = "smollm2"
-
-def generate(session, prompt, num_output_tokens):
-    logits = session(prompt, range(len(prompt)))
-    output = [int(logits[-1].argmax())]
-    while len(output) < num_output_tokens:
-        logits = session([output[-1]], [len(prompt) + len(output) - 1])
-        output.append(int(logits[-1].argmax()))
-    return output
+# - def generate(session, prompt, num_output_tokens):
+# + model = "smollm2"
+# +
+# + def generate(session, prompt, num_output_tokens):
+# -         num_tokens = len(prompt) + len(output)
+# -         logits = session([output[-1]], [num_tokens - 1])
+# +         logits = session([output[-1]], [len(prompt) + len(output) - 1])
 
 # %% ex-1-2 delegates: the package's own engine
 # says: was never called
@@ -949,80 +943,69 @@ def attention_flops_per_byte(
 
 # %% ex-1-5-b wrong: decode attention turns compute-bound with a larger batch
 # says: more sequences do not help
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    flops = 4 * num_query_heads * head_dim * num_tokens * num_seqs
-    return flops / (2 * num_kv_heads * head_dim * num_tokens * bytes_per_value)
+# from: only what is left after dividing
+# -     return 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# +     flops = 4 * num_query_heads * head_dim * num_tokens * num_seqs
+# +     return flops / (2 * num_kv_heads * head_dim * num_tokens * bytes_per_value)
 
 # %% ex-1-5-b wrong: a longer context helps
 # says: a longer sequence does not help
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    flops = 4 * num_query_heads * head_dim * num_tokens * num_seqs
-    return flops / (2 * num_kv_heads * head_dim * num_seqs * bytes_per_value)
+# from: only what is left after dividing
+# -     return 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# +     flops = 4 * num_query_heads * head_dim * num_tokens * num_seqs
+# +     return flops / (2 * num_kv_heads * head_dim * num_seqs * bytes_per_value)
 
 # %% ex-1-5-b wrong: query heads counted instead of kv heads
 # says: as many heads
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    flops = 4 * num_query_heads * head_dim * num_tokens
-    return flops / (2 * num_query_heads * head_dim * num_tokens * bytes_per_value)
+# from: only what is left after dividing
+# -     return 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# +     flops = 4 * num_query_heads * head_dim * num_tokens
+# +     return flops / (2 * num_query_heads * head_dim * num_tokens * bytes_per_value)
 
 # %% ex-1-5-b wrong: only K counted
 # says: half of the bytes
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 4 * num_query_heads / (num_kv_heads * bytes_per_value)
+# from: only what is left after dividing
+# - 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# + 4 * num_query_heads / (num_kv_heads * bytes_per_value)
 
 # %% ex-1-5-b wrong: a multiply-add is one operation
 # says: half of the operations
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 2 * num_query_heads / (2 * num_kv_heads * bytes_per_value)
+# from: only what is left after dividing
+# - (num_query_heads // num_kv_heads) / bytes_per_value
+# + num_query_heads / (2 * num_kv_heads * bytes_per_value)
 
 # %% ex-1-5-b wrong: bits for bytes
 # says: no factor of 8
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 4 * num_query_heads / (2 * num_kv_heads * bytes_per_value * 8)
+# from: only what is left after dividing
+# - 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# + 4 * num_query_heads / (2 * num_kv_heads * bytes_per_value * 8)
 
 # %% ex-1-5-b wrong: per value, not per byte
 # says: values were counted
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 2 * num_query_heads / num_kv_heads
+# from: only what is left after dividing
+# - (num_query_heads // num_kv_heads) / bytes_per_value
+# + num_query_heads / num_kv_heads
 
 # %% ex-1-5-b wrong: decode attention turns compute-bound with a larger batch, like a linear layer
 # says: what a linear layer does per byte
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 2 * num_seqs / bytes_per_value
+# from: only what is left after dividing
+# - (num_query_heads // num_kv_heads)
+# + num_seqs
 
 # %% ex-1-5-b wrong: the number to remember, which holds for bf16
 # says: for 2 bytes per value only
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return num_query_heads / num_kv_heads
+# from: only what is left after dividing
+# - 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# + num_query_heads / num_kv_heads
 
 # %% ex-1-5-b wrong: upside down
 # says: bytes per operation
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return num_kv_heads * bytes_per_value / (2 * num_query_heads)
+# from: only what is left after dividing
+# - 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# + num_kv_heads * bytes_per_value / (2 * num_query_heads)
 
 # %% ex-1-5-b wrong: groups of eight at most
 # says: cases came out wrong
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 2 * min(8, num_query_heads // num_kv_heads) / bytes_per_value
+# from: only what is left after dividing
+# -     return 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# +     return 2 * min(8, num_query_heads // num_kv_heads) / bytes_per_value

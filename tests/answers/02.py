@@ -146,10 +146,9 @@ def make_batches(prompt_lens, batch_size):
 
 # %% ex-2-1-b wrong: dealt out, so that all batches are alike
 # says: mixed evenly
-def make_batches(prompt_lens, batch_size):
-    order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i])
-    num_batches = len(order) // batch_size
-    return [order[i::num_batches] for i in range(num_batches)]
+# -     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# +     num_batches = len(order) // batch_size
+# +     return [order[i::num_batches] for i in range(num_batches)]
 
 # %% ex-2-1-b wrong: the longest with the shortest
 # says: a long prompt that shares
@@ -165,15 +164,13 @@ def make_batches(prompt_lens, batch_size):
 
 # %% ex-2-1-b wrong: sorted by what the length looks like as text
 # says: a long prompt that shares
-def make_batches(prompt_lens, batch_size):
-    order = sorted(range(len(prompt_lens)), key=lambda i: str(prompt_lens[i]))
-    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# - prompt_lens[i]
+# + str(prompt_lens[i])
 
 # %% ex-2-1-b wrong: lengths, not indices
 # says: those are lengths
-def make_batches(prompt_lens, batch_size):
-    order = sorted(prompt_lens)
-    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# - range(len(prompt_lens)), key=lambda i: prompt_lens[i]
+# + prompt_lens
 
 # %% ex-2-1-b wrong: a list without batches
 # says: a list of lists
@@ -187,15 +184,13 @@ def make_batches(prompt_lens, batch_size):
 
 # %% ex-2-1-b wrong: by equal lengths looked up with index()
 # says: missing, or there twice
-def make_batches(prompt_lens, batch_size):
-    order = [prompt_lens.index(n) for n in sorted(prompt_lens)]
-    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# - sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i])
+# + [prompt_lens.index(n) for n in sorted(prompt_lens)]
 
 # %% ex-2-1-b wrong: the last batch is lost
 # says: missing, or there twice
-def make_batches(prompt_lens, batch_size):
-    order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i])
-    return [order[i : i + batch_size] for i in range(0, len(order) - batch_size, batch_size)]
+# -     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# +     return [order[i : i + batch_size] for i in range(0, len(order) - batch_size, batch_size)]
 
 # %% ex-2-1-b wrong: takes from a list that never empties
 # says: does not end
@@ -349,19 +344,16 @@ def leaving_steps(requests, max_num_seqs):
 
 # %% ex-2-2 wrong: a static batch lets the finished go
 # says: a finished row stays
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], -1
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        start = max(end + 1, batch[-1][0])
-        end = start + max(n for _, n in batch) - 1
-        static += [start + n - 1 for _, n in batch]
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        start = max(arrival, heapq.heappop(rows))
-        heapq.heappush(rows, start + n)
-        other.append(start + n - 1)
-    return static, other
+# from: rows that become free, in a heap
+# - free_at = [], 0
+# + end = [], -1
+# -         arrivals, lens = zip(*requests[i : i + max_num_seqs], strict=True)
+# -         free_at = max(free_at, *arrivals) + max(lens)
+# -         static.extend([free_at - 1] * len(lens))
+# +         batch = requests[i : i + max_num_seqs]
+# +         start = max(end + 1, batch[-1][0])
+# +         end = start + max(n for _, n in batch) - 1
+# +         static += [start + n - 1 for _, n in batch]
 
 # %% ex-2-2 wrong: the prefill gives no token
 # says: n tokens take n steps
@@ -558,11 +550,9 @@ def account(running, slab_slots, pool_slots):
 
 # %% ex-2-3 wrong: the token just sampled has its slot already
 # says: the token just sampled
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live - reserved, pool_slots - held
+# from: one sum for each
+# - - 1 for
+# + for
 
 # %% ex-2-3 wrong: only prompts have K and V
 # says: as well as the prompt's
@@ -574,11 +564,9 @@ def account(running, slab_slots, pool_slots):
 
 # %% ex-2-3 wrong: reserved is what max_tokens allows
 # says: is what was allowed
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.max_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live - reserved, pool_slots - held
+# from: one sum for each
+# - r.final_output_tokens
+# + r.max_tokens
 
 # %% ex-2-3 wrong: free slots are internal
 # says: free slots belong to no slab
@@ -613,52 +601,40 @@ def account(running, slab_slots, pool_slots):
 
 # %% ex-2-3 wrong: what is not live is internal
 # says: will be used later is reserved
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live, pool_slots - held
+# from: one sum for each
+# - live - reserved
+# + live
 
 # %% ex-2-3 wrong: what nobody has written is free
 # says: free to nobody else
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live - reserved, pool_slots - live
+# from: one sum for each
+# -     return live, reserved, held - live - reserved, pool_slots - held
+# +     return live, reserved, held - live - reserved, pool_slots - live
 
 # %% ex-2-3 wrong: free slabs
 # says: not slabs
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live - reserved, pool_slots // slab_slots - len(running)
+# from: one sum for each
+# - - held
+# + // slab_slots - len(running)
 
 # %% ex-2-3 wrong: a remainder that makes no slab is not free
 # says: free is wrong in
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    whole = pool_slots // slab_slots * slab_slots
-    return live, reserved, held - live - reserved, whole - held
+# from: one sum for each
+# -     return live, reserved, held - live - reserved, pool_slots - held
+# +     whole = pool_slots // slab_slots * slab_slots
+# +     return live, reserved, held - live - reserved, whole - held
 
 # %% ex-2-3 wrong: one token just sampled, however many run
 # says: live is wrong in
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens for r in running) - 1
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live - reserved, pool_slots - held
+# from: one sum for each
+# -     live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
+# +     live = sum(r.num_prompt_tokens + r.num_output_tokens for r in running) - 1
 
 # %% ex-2-3 wrong: in another order
 # says: the order is
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, held - live - reserved, reserved, pool_slots - held
+# from: one sum for each
+# - reserved, held - live -
+# + held - live - reserved,
 
 # %% ex-2-3 wrong: three of the four
 # says: must return 4 numbers
@@ -669,12 +645,10 @@ def account(running, slab_slots, pool_slots):
 
 # %% ex-2-3 wrong: shares
 # says: live is wrong in
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    counts = live, reserved, held - live - reserved, pool_slots - held
-    return [count / pool_slots for count in counts]
+# from: one sum for each
+# -     return live, reserved, held - live - reserved, pool_slots - held
+# +     counts = live, reserved, held - live - reserved, pool_slots - held
+# +     return [count / pool_slots for count in counts]
 
 # %% ex-2-3 delegates: the manager's report, which does not know how long answers become
 # says: is what was allowed
@@ -764,35 +738,20 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: takes requests out of the line that it goes through
 # says: can't go on once somebody is taken out
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        for request in self.waiting:
-            if request.num_tokens > budget or len(self.running) >= self.max_num_seqs:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
-
+# -         while self.waiting and len(self.running) < self.max_num_seqs:
+# -             request = self.waiting[0]
+# -             if request.num_tokens > budget:
+# +         for request in self.waiting:
+# +             if request.num_tokens > budget or len(self.running) >= self.max_num_seqs:
 
 # %% ex-2-4 wrong: continuous batching is a bigger batch: all who wait
 # says: is not a bigger batch
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and self.waiting[0].num_tokens <= budget:
-            request = self.waiting[0]
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# - len(self.running) < self.max_num_seqs
+# + self.waiting[0].num_tokens <= budget
+# -             request = self.waiting[0]
+# -             if request.num_tokens > budget:
+# -                 break
+# +             request = self.waiting[0]
 
 # %% ex-2-4 wrong: one request at a time
 # says: all who fit come in
@@ -821,136 +780,62 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: prompts first, those who run must wait
 # says: but computes nothing
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled, budget = [], self.max_num_batched_tokens
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled or [ScheduledRequest(request, 1) for request in self.running], []
+# -         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# -         budget = self.max_num_batched_tokens - len(scheduled)
+# +         scheduled, budget = [], self.max_num_batched_tokens
+# -         return scheduled, []
+# +         return scheduled or [ScheduledRequest(request, 1) for request in self.running], []
 
 # %% ex-2-4 wrong: the whole sequence runs again
 # says: has one token to compute
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, request.num_tokens) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# +         scheduled = [ScheduledRequest(request, request.num_tokens) for request in self.running]
 
 # %% ex-2-4 wrong: the budget is for prompts alone
 # says: count together
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# - self.max_num_batched_tokens - len(scheduled)
+# + self.max_num_batched_tokens
 
 # %% ex-2-4 wrong: every prompt for itself against the budget
 # says: count together
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > self.max_num_batched_tokens:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-        return scheduled, []
+# -         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# -         budget = self.max_num_batched_tokens - len(scheduled)
+# +         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# -             if request.num_tokens > budget:
+# +             if request.num_tokens > self.max_num_batched_tokens:
+# -             scheduled.append(ScheduledRequest(request, request.num_tokens))
+# -             budget -= request.num_tokens
+# +             scheduled.append(ScheduledRequest(request, request.num_tokens))
 
 # %% ex-2-4 wrong: a budget that may not be used up
 # says: fills the budget exactly
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens >= budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -             if request.num_tokens > budget:
+# +             if request.num_tokens >= budget:
 
 # %% ex-2-4 wrong: one row too many
 # says: is not a bigger batch
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) <= self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -         while self.waiting and len(self.running) < self.max_num_seqs:
+# +         while self.waiting and len(self.running) <= self.max_num_seqs:
 
 # %% ex-2-4 wrong: whoever fits comes in
 # says: overtook
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        for request in list(self.waiting):
-            if request.num_tokens > budget or len(self.running) == self.max_num_seqs:
-                continue
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.waiting.remove(request)
-            self.running.append(request)
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -         while self.waiting and len(self.running) < self.max_num_seqs:
+# -             request = self.waiting[0]
+# -             if request.num_tokens > budget:
+# -                 break
+# +         for request in list(self.waiting):
+# +             if request.num_tokens > budget or len(self.running) == self.max_num_seqs:
+# +                 continue
+# -             self.running.append(self.waiting.popleft())
+# +             self.waiting.remove(request)
+# +             self.running.append(request)
 
 # %% ex-2-4 wrong: last come, first served
 # says: overtook
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[-1]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.pop())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -             request = self.waiting[0]
+# +             request = self.waiting[-1]
+# -             self.running.append(self.waiting.popleft())
+# +             self.running.append(self.waiting.pop())
 
 # %% ex-2-4 wrong: who does not fit goes to the back of the line
 # says: keep their order
@@ -990,19 +875,9 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: None is overlooked
 # says: scheduled without slots
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            self.manager.allocate_slots(request, request.num_tokens)
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -             if self.manager.allocate_slots(request, request.num_tokens) is None:
+# -                 break
+# +             self.manager.allocate_slots(request, request.num_tokens)
 
 # %% ex-2-4 wrong: nobody asks the manager
 # says: scheduled without slots
@@ -1014,20 +889,14 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: slots first, budget after
 # says: ask for slots last
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            if request.num_tokens > budget:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -             request = self.waiting[0]
+# +             request = self.waiting[0]
+# +             if self.manager.allocate_slots(request, request.num_tokens) is None:
+# +                 break
+# -             if request.num_tokens > budget:
+# -                 break
+# -             if self.manager.allocate_slots(request, request.num_tokens) is None:
+# +             if request.num_tokens > budget:
 
 # %% ex-2-4 wrong: never taken out of the line, an endless loop
 # says: does not end
@@ -1061,120 +930,58 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: left in the waiting line
 # says: still stands in
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        for request in self.waiting:
-            if len(self.running) == self.max_num_seqs or request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(request)
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -         while self.waiting and len(self.running) < self.max_num_seqs:
+# -             request = self.waiting[0]
+# -             if request.num_tokens > budget:
+# +         for request in self.waiting:
+# +             if len(self.running) == self.max_num_seqs or request.num_tokens > budget:
+# - self.waiting.popleft()
+# + request
 
 # %% ex-2-4 wrong: newcomers compute their prompt and a token
 # says: scheduled twice
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled, budget = [], self.max_num_batched_tokens - len(self.running)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        scheduled += [ScheduledRequest(request, 1) for request in self.running]
-        return scheduled, []
+# -         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# -         budget = self.max_num_batched_tokens - len(scheduled)
+# +         scheduled, budget = [], self.max_num_batched_tokens - len(self.running)
+# -             budget -= request.num_tokens
+# +             budget -= request.num_tokens
+# +         scheduled += [ScheduledRequest(request, 1) for request in self.running]
 
 # %% ex-2-4 wrong: the budget is counted down in the scheduler itself
 # says: must stay as they are
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        self.max_num_batched_tokens -= len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > self.max_num_batched_tokens:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            self.max_num_batched_tokens -= request.num_tokens
-        return scheduled, []
+# - budget = self.max_num_batched_tokens -
+# + self.max_num_batched_tokens -=
+# -             if request.num_tokens > budget:
+# +             if request.num_tokens > self.max_num_batched_tokens:
+# -             budget -= request.num_tokens
+# +             self.max_num_batched_tokens -= request.num_tokens
 
 # %% ex-2-4 wrong: asks for one slot, whatever the prompt
 # says: a slab hides the difference
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, 1) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -             if self.manager.allocate_slots(request, request.num_tokens) is None:
+# +             if self.manager.allocate_slots(request, 1) is None:
 
 # %% ex-2-4 wrong: never put among the running
 # says: is not in self.running
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(scheduled) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.waiting.popleft()
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -         while self.waiting and len(self.running) < self.max_num_seqs:
+# +         while self.waiting and len(scheduled) < self.max_num_seqs:
+# -             self.running.append(self.waiting.popleft())
+# +             self.waiting.popleft()
 
 # %% ex-2-4 wrong: counts the tokens itself
 # says: only decides
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-            request.num_computed_tokens += request.num_tokens
-        return scheduled, []
+# -             budget -= request.num_tokens
+# +             budget -= request.num_tokens
+# +             request.num_computed_tokens += request.num_tokens
 
 # %% ex-2-4 wrong: the line is never empty
 # says: ended in IndexError
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while len(self.running) < self.max_num_seqs and self.waiting[0].num_tokens <= budget:
-            request = self.waiting[0]
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# - self.waiting and len(self.running) < self.max_num_seqs
+# + len(self.running) < self.max_num_seqs and self.waiting[0].num_tokens <= budget
+# -             request = self.waiting[0]
+# -             if request.num_tokens > budget:
+# -                 break
+# +             request = self.waiting[0]
 
 # %% ex-2-4 wrong: one list
 # says: must return two things
@@ -1197,20 +1004,14 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: in two lists, the running ones in the second
 # says: nobody has to step back
-class MyScheduler(Scheduler):
-    def schedule(self):
-        old = [ScheduledRequest(request, 1) for request in self.running]
-        budget, new = self.max_num_batched_tokens - len(old), []
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            new.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return new, old
+# -         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# -         budget = self.max_num_batched_tokens - len(scheduled)
+# +         old = [ScheduledRequest(request, 1) for request in self.running]
+# +         budget, new = self.max_num_batched_tokens - len(old), []
+# -             scheduled.append(ScheduledRequest(request, request.num_tokens))
+# +             new.append(ScheduledRequest(request, request.num_tokens))
+# - scheduled, []
+# + new, old
 
 # %% ex-2-4 delegates: the package's scheduler, which cuts prompts
 # says: was cut

@@ -103,277 +103,221 @@ class MyManager(KVCacheManager):
 
 # %% ex-3-1 wrong: coalescing forgotten
 # says: joined with neither neighbour
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# -                 start = left
+# -             elif left == end:
+# -                 end = left + num_blocks
+# -             else:
+# -                 others.append((left, num_blocks))
+# +         for left, length in self.free_extents:
+# +             others.append((left, length))
 
 # %% ex-3-1 wrong: joined on the right only
 # says: not joined with its left neighbour
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# -                 start = left
+# -             elif left == end:
+# -                 end = left + num_blocks
+# +         for left, length in self.free_extents:
+# +             if left == end:
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: joined on the left only
 # says: not joined with its right neighbour
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 start = left
+# -             elif left == end:
+# -                 end = left + num_blocks
+# +                 start = left
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: stops at the first neighbour it finds
 # says: not joined with its right neighbour
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start and end - start == len(table):
-                start = left
-            elif left == end and end - start == len(table):
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start and end - start == len(table):
+# -             elif left == end:
+# -                 end = left + num_blocks
+# +             elif left == end and end - start == len(table):
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: the joined neighbour stays listed
 # says: a neighbour that is joined must go
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            others.append((left, length))
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             others.append((left, length))
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# -             else:
+# -                 others.append((left, num_blocks))
+# +                 end = left + length
 
 # %% ex-3-1 wrong: frees what was used, not what was held
 # says: freed at the wrong size
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = (
-            table[0],
-            table[0] + cdiv(request.num_computed_tokens, self.block_size),
-            [],
-        )
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         start, end, others = table[0], table[-1] + 1, []
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         start, end, others = (
+# +             table[0],
+# +             table[0] + cdiv(request.num_computed_tokens, self.block_size),
+# +             [],
+# +         )
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: frees tokens, not blocks
 # says: freed at the wrong size
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], min(self.num_blocks, table[0] + request.max_kv_tokens), []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         start, end, others = table[0], table[-1] + 1, []
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         start, end, others = table[0], min(self.num_blocks, table[0] + request.max_kv_tokens), []
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: frees one block too few
 # says: freed at the wrong size
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], max(table[0] + 1, table[-1]), []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         start, end, others = table[0], table[-1] + 1, []
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         start, end, others = table[0], max(table[0] + 1, table[-1]), []
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: forgets to give the blocks back
 # says: were not given back
@@ -401,873 +345,663 @@ class MyManager(KVCacheManager):
 
 # %% ex-3-1 wrong: free sum is enough
 # says: are not neighbours
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        if sum(length for _, length in self.free_extents) < need:
-            return None
-        blocks = []
-        while len(blocks) < need:
-            start, length = self.free_extents.pop(0)
-            part = min(length, need - len(blocks))
-            blocks += range(start, start + part)
-            if part < length:
-                self.free_extents.insert(0, (start + part, length - part))
-        return self.set_table(request, blocks)
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# -                 return self.set_table(request, range(start, start + need))
+# -         return None
+# +         if sum(length for _, length in self.free_extents) < need:
+# +             return None
+# +         blocks = []
+# +         while len(blocks) < need:
+# +             start, length = self.free_extents.pop(0)
+# +             part = min(length, need - len(blocks))
+# +             blocks += range(start, start + part)
+# +             if part < length:
+# +                 self.free_extents.insert(0, (start + part, length - part))
+# +         return self.set_table(request, blocks)
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: free sum is enough, and the blocks from the first hole on
 # says: is held already
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if sum(n for _, n in self.free_extents) >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if sum(n for _, n in self.free_extents) >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: looks at the first extent only
 # says: is long enough for its
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents[:1]):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents[:1]):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: an extent that is just long enough is refused
 # says: is long enough for its
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length > need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length > need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: best fit
 # says: where best fit would put it
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for start, length in sorted(self.free_extents, key=lambda e: e[1]):
-            i = self.free_extents.index((start, length))
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for start, length in sorted(self.free_extents, key=lambda e: e[1]):
+# +             i = self.free_extents.index((start, length))
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: worst fit
 # says: where worst fit would put it
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for start, length in sorted(self.free_extents, key=lambda e: (-e[1], e[0])):
-            i = self.free_extents.index((start, length))
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for start, length in sorted(self.free_extents, key=lambda e: (-e[1], e[0])):
+# +             i = self.free_extents.index((start, length))
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: from the back
 # says: takes the front of the free extent with the lowest start
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = [(start, length - need)] if length > need else []
-                return self.set_table(request, range(start + length - need, start + length))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# -                 return self.set_table(request, range(start, start + need))
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = [(start, length - need)] if length > need else []
+# +                 return self.set_table(request, range(start + length - need, start + length))
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: the last extent first
 # says: takes the front of the free extent with the lowest start
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i in reversed(range(len(self.free_extents))):
-            start, length = self.free_extents[i]
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i in reversed(range(len(self.free_extents))):
+# +             start, length = self.free_extents[i]
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: unsorted: what is freed is put in front
 # says: takes the front of the free extent with the lowest start
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = [(start, end - start), *others]
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# -         self.free_extents = sorted([*others, (start, end - start)])
+# +                 others.append((left, length))
+# +         self.free_extents = [(start, end - start), *others]
 
 # %% ex-3-1 wrong: room for this step only
 # says: enough for this step only
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(num_new_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         need = cdiv(request.max_kv_tokens, self.block_size)
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         need = cdiv(num_new_tokens, self.block_size)
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: room for the last token, too
 # says: the last token is sampled and never run
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.num_prompt_tokens + request.max_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         need = cdiv(request.max_kv_tokens, self.block_size)
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         need = cdiv(request.num_prompt_tokens + request.max_tokens, self.block_size)
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: tokens taken for blocks
 # says: as many blocks as it has tokens
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = request.max_kv_tokens
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         need = cdiv(request.max_kv_tokens, self.block_size)
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         need = request.max_kv_tokens
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: rounded down
 # says: its last block is partly full
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = request.max_kv_tokens // self.block_size
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         need = cdiv(request.max_kv_tokens, self.block_size)
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         need = request.max_kv_tokens // self.block_size
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: a new extent in each step
 # says: goes on in it
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         """The request's block table; None if no free extent is long enough now."""
+# -         table = self.tables.get(request.request_id)
+# -         if table is not None:
+# -             return table
+# +         """The request's block table; None if no free extent is long enough now."""
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: returns nothing for who has a table
 # says: goes on in it
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return None
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -             return table
+# +             return None
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: the rest is lost
 # says: the rest of an extent stays free
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = []
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = []
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: what was given stays listed
 # says: is still listed in free_extents
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for start, length in self.free_extents:
-            if length >= need:
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for start, length in self.free_extents:
+# +             if length >= need:
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: empty extents stay
 # says: has no blocks: drop it
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = [(start + need, length - need)]
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = [(start + need, length - need)]
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: no table is set
 # says: call set_table
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return range(start, start + need)
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# -                 return self.set_table(request, range(start, start + need))
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# +                 return range(start, start + need)
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: the table is kept after free
 # says: its table is still in self.tables
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.tables.get(request.request_id)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         table = self.drop_table(request)
+# +         table = self.tables.get(request.request_id)
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: breaks on who holds nothing
 # says: free ended in IndexError
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         table = self.drop_table(request)
+# -         if not table:
+# -             return
+# +         table = self.drop_table(request)
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: raises instead of None
 # says: allocate_slots ended in MemoryError
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        raise MemoryError("no room")
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# - return None
+# + raise MemoryError("no room")
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: drops what is too short, and refuses
 # says: nothing may change
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length < need and len(self.free_extents) == 1:
-                self.free_extents.clear()
-            elif length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length < need and len(self.free_extents) == 1:
+# +                 self.free_extents.clear()
+# +             elif length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: looks for ever
 # says: does not end
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        while True:
-            pass
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         return None
+# +         while True:
+# +             pass
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: extents by their ends
 # says: at first all of the pool
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks - 1)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# -     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -
+# +     """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+# -         self.free_extents = [(0, num_blocks)]  # (start, num_blocks) of each
+# +         self.free_extents = [(0, num_blocks - 1)]
+# -         for i, (start, num_blocks) in enumerate(self.free_extents):
+# -             if num_blocks >= need:
+# -                 rest = (start + need, num_blocks - need)
+# -                 self.free_extents[i : i + 1] = [rest] if num_blocks > need else []
+# +         for i, (start, length) in enumerate(self.free_extents):
+# +             if length >= need:
+# +                 self.free_extents[i : i + 1] = (
+# +                     [(start + need, length - need)] if length > need else []
+# +                 )
+# -         for left, num_blocks in self.free_extents:
+# -             if left + num_blocks == start:
+# +         for left, length in self.free_extents:
+# +             if left + length == start:
+# -                 end = left + num_blocks
+# +                 end = left + length
+# -                 others.append((left, num_blocks))
+# +                 others.append((left, length))
 
 # %% ex-3-1 wrong: start and end for start and number
 # says: is how many blocks it has
@@ -1398,33 +1132,24 @@ def measure(owners, num_needed):
 
 # %% ex-3-2 wrong: external fragmentation of the whole pool
 # says: taken of the whole pool
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / len(owners)
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = 1 - largest / len(owners)
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: what is free and not in the largest extent, of the whole pool
 # says: taken of the whole pool
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = (free - largest) / len(owners)
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = (free - largest) / len(owners)
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: the largest extent is the sum
 # says: the sum of the free blocks is no extent
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), sum(lengths)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     free, largest = sum(lengths), max(lengths, default=0)
+# +     free, largest = sum(lengths), sum(lengths)
+# - length for length in lengths if length
+# + n for n in lengths if n
 
 # %% ex-3-2 wrong: the last free extent is never closed
 # says: the free extent at the pool's end is missing
@@ -1469,167 +1194,114 @@ def measure(owners, num_needed):
 
 # %% ex-3-2 wrong: the pool as a ring
 # says: a pool is no ring
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    if len(lengths) > 1 and owners[0] is None and owners[-1] is None:
-        lengths[0] += lengths.pop()
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
+# +     lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
+# +     if len(lengths) > 1 and owners[0] is None and owners[-1] is None:
+# +         lengths[0] += lengths.pop()
+# - length for length in lengths if length
+# + n for n in lengths if n
 
 # %% ex-3-2 wrong: an extent that is just enough is unusable
 # says: just num_needed blocks serves
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n <= num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# - length for length in lengths if length <
+# + n for n in lengths if n <=
 
 # %% ex-3-2 wrong: what a request leaves over is unusable
 # says: would leave over of a long extent
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n % num_needed if n >= num_needed else n for n in lengths)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# - length for length in lengths if length < num_needed
+# + n % num_needed if n >= num_needed else n for n in lengths
 
 # %% ex-3-2 wrong: all or nothing
 # says: whatever becomes of the short ones
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = 0 if largest >= num_needed else free
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# - sum(length for length in lengths if length < num_needed)
+# + 0 if largest >= num_needed else free
 
 # %% ex-3-2 wrong: unusable extents, not blocks
 # says: blocks were asked for, not the number of extents
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n < num_needed for n in lengths)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# - length for length in lengths if length < num_needed
+# + n < num_needed for n in lengths
 
 # %% ex-3-2 wrong: free is the number of extents
 # says: blocks were asked for, not the number of extents
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = len(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     free, largest = sum(lengths), max(lengths, default=0)
+# +     free, largest = len(lengths), max(lengths, default=0)
+# - length for length in lengths if length
+# + n for n in lengths if n
 
 # %% ex-3-2 wrong: the share in one piece
 # says: share of the free memory that is in one piece
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = largest / free if free else 0.0
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: in percent
 # says: that is a percentage
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 100 - 100 * largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = 100 - 100 * largest / free if free else 0.0
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: rounded
 # says: don't round
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = round(1 - largest / free, 2) if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = round(1 - largest / free, 2) if free else 0.0
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: the first extent for the largest
 # says: first free extent, not the longest
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), lengths[0] if lengths else 0
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# - max(lengths, default=0)
+# + lengths[0] if lengths else 0
+# - length for length in lengths if length
+# + n for n in lengths if n
 
 # %% ex-3-2 wrong: each length once
 # says: how often it occurs
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict.fromkeys(lengths, 1)
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return free, largest, external, unusable, dict.fromkeys(lengths, 1)
 
 # %% ex-3-2 wrong: a histogram of what is held, too
 # says: extents in use are counted, too
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return (
-        free,
-        largest,
-        external,
-        unusable,
-        dict(Counter(len(list(run)) for _, run in groupby(owners))),
-    )
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return (
+# +         free,
+# +         largest,
+# +         external,
+# +         unusable,
+# +         dict(Counter(len(list(run)) for _, run in groupby(owners))),
+# +     )
 
 # %% ex-3-2 wrong: a histogram of who holds how much
 # says: extents in use are counted, too
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return (
-        free,
-        largest,
-        external,
-        unusable,
-        {n: [len(list(r)) for _, r in groupby(owners)].count(n) for n in range(1, len(owners) + 1)},
-    )
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return (
+# +         free,
+# +         largest,
+# +         external,
+# +         unusable,
+# +         {n: [len(list(r)) for _, r in groupby(owners)].count(n) for n in range(1, len(owners) + 1)},
+# +     )
 
 # %% ex-3-2 wrong: a list for a histogram
 # says: histogram must be a dictionary
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, lengths
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return free, largest, external, unusable, lengths
 
 # %% ex-3-2 wrong: lengths by counts
 # says: histogram is wrong in
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, {times: n for n, times in Counter(lengths).items()}
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return free, largest, external, unusable, {times: n for n, times in Counter(lengths).items()}
 
 # %% ex-3-2 wrong: empty pieces of the text, too
 # says: lies no extent
@@ -1643,33 +1315,24 @@ def measure(owners, num_needed):
 
 # %% ex-3-2 wrong: four things
 # says: measure must return (free
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return free, largest, external, unusable
 
 # %% ex-3-2 wrong: fails where nothing is free
 # says: ended in ZeroDivisionError
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = 1 - largest / free
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: prints
 # says: returned None
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    print(free, largest, external, unusable, dict(Counter(lengths)))
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     print(free, largest, external, unusable, dict(Counter(lengths)))
 
 # %% ex-3-2 wrong: takes blocks away from the map
 # says: changed what it was given
@@ -3345,73 +3008,53 @@ def break_even(live_bytes, bandwidth, num_running, num_blocked):
 
 # %% ex-3-6 wrong: compaction takes time, and nobody waits for it
 # says: compaction is not free
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, 0.0
-
+# - copying * (num_running + num_blocked) / num_blocked
+# + 0.0
 
 # %% ex-3-6 wrong: copying counted once
 # says: copying is counted once
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = live_bytes / bandwidth
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# - 2 * live_bytes
+# + live_bytes
 
 # %% ex-3-6 wrong: copying counted once, in the wait only
 # says: copying is counted once
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, live_bytes / bandwidth * (num_running + num_blocked) / num_blocked
-
+# -     return copying, copying * (num_running + num_blocked) / num_blocked
+# +     return copying, live_bytes / bandwidth * (num_running + num_blocked) / num_blocked
 
 # %% ex-3-6 wrong: only the blocked ones stop
 # says: the running ones stop while it copies
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying
-
+# - copying * (num_running + num_blocked) / num_blocked
+# + copying
 
 # %% ex-3-6 wrong: only the running ones stop
 # says: wait while it copies, too
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying * num_running / num_blocked
-
+# - (num_running + num_blocked)
+# + num_running
 
 # %% ex-3-6 wrong: one request is blocked
 # says: all the blocked requests wait
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying * (num_running + 1)
-
+# -     return copying, copying * (num_running + num_blocked) / num_blocked
+# +     return copying, copying * (num_running + 1)
 
 # %% ex-3-6 wrong: request-seconds for seconds
 # says: all the blocked requests wait
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying * (num_running + num_blocked)
-
+# -     return copying, copying * (num_running + num_blocked) / num_blocked
+# +     return copying, copying * (num_running + num_blocked)
 
 # %% ex-3-6 wrong: the loss per request
 # says: not what was asked for
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying / (num_running + num_blocked)
-
+# - * (num_running + num_blocked) / num_blocked
+# + / (num_running + num_blocked)
 
 # %% ex-3-6 wrong: bytes for seconds
 # says: those are bytes
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# - live_bytes / bandwidth
+# + live_bytes
 
 # %% ex-3-6 wrong: upside down
 # says: that is upside down
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = bandwidth / (2 * live_bytes)
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# - 2 * live_bytes / bandwidth
+# + bandwidth / (2 * live_bytes)
 
 # %% ex-3-6 wrong: copied for each request
 # says: it is done once
@@ -3422,38 +3065,29 @@ def break_even(live_bytes, bandwidth, num_running, num_blocked):
 
 # %% ex-3-6 wrong: in milliseconds
 # says: those are milliseconds
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2000 * live_bytes / bandwidth
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# -     copying = 2 * live_bytes / bandwidth
+# +     copying = 2000 * live_bytes / bandwidth
 
 # %% ex-3-6 wrong: rounded
 # says: don't round
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = round(2 * live_bytes / bandwidth, 4)
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# - 2 * live_bytes / bandwidth
+# + round(2 * live_bytes / bandwidth, 4)
 
 # %% ex-3-6 wrong: the wait only
 # says: must return 2 numbers
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying * (num_running + num_blocked) / num_blocked, 0
-
+# -     return copying, copying * (num_running + num_blocked) / num_blocked
+# +     return copying, copying * (num_running + num_blocked) / num_blocked, 0
 
 # %% ex-3-6 wrong: written three times
 # says: copying is wrong in
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 3 * live_bytes / bandwidth
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# -     copying = 2 * live_bytes / bandwidth
+# +     copying = 3 * live_bytes / bandwidth
 
 # %% ex-3-6 delegates: copies of the package's manager, each block once
 # says: copying is counted once
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    from minikv.kv_cache.base import BlockCopy
-
-    copies = [BlockCopy(num_blocked + i, i, 1) for i in range(num_running + 1)]
-    bytes_per_block = live_bytes / sum(copy.num_blocks for copy in copies)
-    copying = sum(copy.num_blocks * bytes_per_block for copy in copies) / bandwidth
-    return copying, copying * (num_running + num_blocked) / num_blocked
+# -     copying = 2 * live_bytes / bandwidth
+# +     from minikv.kv_cache.base import BlockCopy
+# +
+# +     copies = [BlockCopy(num_blocked + i, i, 1) for i in range(num_running + 1)]
+# +     bytes_per_block = live_bytes / sum(copy.num_blocks for copy in copies)
+# +     copying = sum(copy.num_blocks * bytes_per_block for copy in copies) / bandwidth
