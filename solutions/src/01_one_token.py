@@ -141,9 +141,9 @@ def configs_1_1():
         for key in absent.get(size, []):
             del config[key]
         yield config, size + 1, rng.choice([8, 16, 32])
-    wide = {"num_attention_heads": 24, "num_key_value_heads": 24, "head_dim": 160}
+    wide = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 160}
     wide |= {"hidden_size": 4096, "num_hidden_layers": 70, "dtype": "bfloat16"}
-    yield wide, 0, 32
+    yield wide, 1, 32
     yield wide, 131072, 8
     for num_tokens in (1, 32768):
         for config in MODELS.values():
@@ -285,7 +285,10 @@ class Session:
         )
         n, no_token = len(self.token_ids), "There is no token {}: take the argmax of the last row of "
         assert len(tokens), (
-            f"The session was called without tokens, after {n} were run. Every call runs at least one."
+            f"The session was called without tokens, after {n} were run. A token just sampled has no K "
+            "and V yet: it is the one to run next."
+            if n
+            else "The session was called without tokens; the prompt's run first."
         )
         assert len(tokens) == len(at), f"{len(tokens)} tokens were run at {len(at)} positions."
         assert 0 <= min(tokens) <= max(tokens) < spec.vocab_size, (
@@ -294,7 +297,7 @@ class Session:
         self.calls += 1
         self.token_ids += tokens.tolist()
         self.positions += at.tolist()
-        assert n + len(tokens) < self.limit, f"{n} tokens were run: does the loop ever stop?"
+        assert n + len(tokens) < self.limit, f"{n} tokens were run and the loop goes on: does it ever stop?"
         logits = model(tokens[None], None, at.clamp(0, 2000)[None], self.cache).logits[0]
         for i in range(len(tokens)):
             if n + i in self.forced:
@@ -1281,7 +1284,7 @@ def exercise_1_5_b(attention_flops_per_byte):
             "That is right for 2 bytes per value only.": wanted * size / 2,
             "That is bytes per operation; the other way round was asked for.": 1 / wanted,
         }
-        cases.append((asked, got, wanted, slips | factors(wanted, slips_1_5_b(*shape))))
+        cases.append((asked, got, wanted, slips | factors(wanted, slips_1_5_b(*shape), most=1)))
     explain(cases, alike=partial(same, tolerance=1e-6))
     each = [case[1] for case in cases[-9:]]
     for name, one, some, many in zip(MODELS_1_5, each[::3], each[1::3], each[2::3], strict=True):

@@ -112,6 +112,11 @@ def padding_costs(prompt_lens, num_output_tokens):
     run = sum(entry.num_new_tokens for entry in scheduled)
     return run, run, rows * longest * (num_output_tokens - 1)
 
+# %% ex-2-1 wrong: equal lengths counted once
+# says: is wrong in
+# - for num_tokens in prompt_lens)
+# + for num_tokens in set(prompt_lens))
+
 # %% ex-2-1-b right: longest first, one by one
 def make_batches(prompt_lens, batch_size):
     batches = []
@@ -183,12 +188,12 @@ def make_batches(prompt_lens, batch_size):
     return [[i] for i in range(len(prompt_lens))]
 
 # %% ex-2-1-b wrong: by equal lengths looked up with index()
-# says: missing, or there twice
+# says: each index must stand in one batch
 # - sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i])
 # + [prompt_lens.index(n) for n in sorted(prompt_lens)]
 
 # %% ex-2-1-b wrong: the last batch is lost
-# says: missing, or there twice
+# says: each index must stand in one batch
 # -     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
 # +     return [order[i : i + batch_size] for i in range(0, len(order) - batch_size, batch_size)]
 
@@ -222,6 +227,25 @@ def make_batches(prompt_lens, batch_size):
         batches.append([int(entry.request.request_id) for entry in scheduled])
         scheduler.update(scheduled, [0] * len(scheduled), 0, len(batches))
     return batches
+
+# %% ex-2-1-b wrong: batches twice as large
+# says: one of yours has
+# - return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# + return [order[i : i + 2 * batch_size] for i in range(0, len(order), 2 * batch_size)]
+
+# %% ex-2-2 right: batches, then a heap of rows
+def leaving_steps(requests, max_num_seqs):
+    static, end = [], -1
+    for i in range(0, len(requests), max_num_seqs):
+        batch = requests[i : i + max_num_seqs]
+        end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
+        static += [end] * len(batch)
+    rows, other = [0] * max_num_seqs, []
+    for arrival, n in requests:
+        start = max(arrival, heapq.heappop(rows))
+        heapq.heappush(rows, start + n)
+        other.append(start + n - 1)
+    return static, other
 
 # %% ex-2-2 right: rows that become free, in a heap
 def leaving_steps(requests, max_num_seqs):
@@ -344,91 +368,70 @@ def leaving_steps(requests, max_num_seqs):
 
 # %% ex-2-2 wrong: a static batch lets the finished go
 # says: a finished row stays
-# from: rows that become free, in a heap
-# - free_at = [], 0
-# + end = [], -1
-# -         arrivals, lens = zip(*requests[i : i + max_num_seqs], strict=True)
-# -         free_at = max(free_at, *arrivals) + max(lens)
-# -         static.extend([free_at - 1] * len(lens))
-# +         batch = requests[i : i + max_num_seqs]
+# from: batches, then a heap of rows
+# -         end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
+# -         static += [end] * len(batch)
 # +         start = max(end + 1, batch[-1][0])
 # +         end = start + max(n for _, n in batch) - 1
 # +         static += [start + n - 1 for _, n in batch]
 
 # %% ex-2-2 wrong: the prefill gives no token
 # says: n tokens take n steps
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], -1
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end + 1, batch[-1][0]) + max(n for _, n in batch)
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        start = max(arrival, heapq.heappop(rows))
-        heapq.heappush(rows, start + n + 1)
-        other.append(start + n)
-    return static, other
+# from: batches, then a heap of rows
+# -         end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
+# +         end = max(end + 1, batch[-1][0]) + max(n for _, n in batch)
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# +         heapq.heappush(rows, start + n + 1)
+# +         other.append(start + n)
 
 # %% ex-2-2 wrong: right with the batches, a prefill without a token with the rows
 # says: n tokens take n steps
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], -1
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        start = max(arrival, heapq.heappop(rows))
-        heapq.heappush(rows, start + n + 1)
-        other.append(start + n)
-    return static, other
+# from: batches, then a heap of rows
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# +         heapq.heappush(rows, start + n + 1)
+# +         other.append(start + n)
 
 # %% ex-2-2 wrong: steps counted from 1
 # says: steps count from 0
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], 0
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end, batch[-1][0]) + max(n for _, n in batch)
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        end = max(arrival, heapq.heappop(rows)) + n
-        heapq.heappush(rows, end)
-        other.append(end)
-    return static, other
+# from: batches, then a heap of rows
+# -     static, end = [], -1
+# +     static, end = [], 0
+# -         end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
+# +         end = max(end, batch[-1][0]) + max(n for _, n in batch)
+# -         start = max(arrival, heapq.heappop(rows))
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# +         end = max(arrival, heapq.heappop(rows)) + n
+# +         heapq.heappush(rows, end)
+# +         other.append(end)
 
 # %% ex-2-2 wrong: a row is taken anew in the step in which it is left
 # says: not earlier
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], 0
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end, batch[-1][0]) + max(n for _, n in batch) - 1
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        end = max(arrival, heapq.heappop(rows)) + n - 1
-        heapq.heappush(rows, end)
-        other.append(end)
-    return static, other
+# from: batches, then a heap of rows
+# -     static, end = [], -1
+# +     static, end = [], 0
+# - end + 1
+# + end
+# -         start = max(arrival, heapq.heappop(rows))
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# +         end = max(arrival, heapq.heappop(rows)) + n - 1
+# +         heapq.heappush(rows, end)
+# +         other.append(end)
 
 # %% ex-2-2 wrong: arrivals are overlooked
 # says: nobody is computed before it arrives
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], -1
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for _, n in requests:
-        end = heapq.heappop(rows) + n
-        heapq.heappush(rows, end)
-        other.append(end - 1)
-    return static, other
+# from: batches, then a heap of rows
+# -     for arrival, n in requests:
+# -         start = max(arrival, heapq.heappop(rows))
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# +     for _, n in requests:
+# +         end = heapq.heappop(rows) + n
+# +         heapq.heappush(rows, end)
+# +         other.append(end - 1)
 
 # %% ex-2-2 wrong: a static batch starts with whoever is there
 # says: here a batch waits until
@@ -473,18 +476,15 @@ def leaving_steps(requests, max_num_seqs):
 
 # %% ex-2-2 wrong: the two lists in each other's place
 # says: that list is the iteration-level one
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], -1
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        end = max(arrival, heapq.heappop(rows)) + n
-        heapq.heappush(rows, end)
-        other.append(end - 1)
-    return other, static
+# from: batches, then a heap of rows
+# -         start = max(arrival, heapq.heappop(rows))
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# -     return static, other
+# +         end = max(arrival, heapq.heappop(rows)) + n
+# +         heapq.heappush(rows, end)
+# +         other.append(end - 1)
+# +     return other, static
 
 # %% ex-2-2 wrong: one list only
 # says: two lists of steps
@@ -492,7 +492,7 @@ def leaving_steps(requests, max_num_seqs):
     return [arrival + n - 1 for arrival, n in requests]
 
 # %% ex-2-2 delegates: the package's schedulers, each request's own last token
-# says: a finished row stays
+# says: hands the work to the check
 def leaving_steps(requests, max_num_seqs):
     return tuple(
         [request.token_runs[-1][1] for request in serve(kind, requests, max_num_seqs)[0]]
@@ -518,6 +518,12 @@ def leaving_steps(requests, max_num_seqs):
             step += 1
         out.append([request.finish_time for request in made])
     return out
+
+# %% ex-2-2 right: arrays
+# - return static, iteration_level
+# + import numpy as np
+# +
+# +     return np.array([static, iteration_level])
 
 # %% ex-2-3 right: one sum for each
 def account(running, slab_slots, pool_slots):
@@ -660,6 +666,24 @@ def account(running, slab_slots, pool_slots):
         request.num_computed_tokens = r.num_prompt_tokens + r.num_output_tokens - 1
     report = manager.report()
     return report.live, report.reserved, report.internal, report.free
+
+# %% ex-2-3 wrong: never as many as allowed
+# says: is wrong in
+# - request.num_prompt_tokens + request.final_output_tokens - 1
+# + request.num_prompt_tokens + min(request.final_output_tokens, request.max_tokens - 1) - 1
+
+# %% ex-2-3 right: a callable without a name
+from functools import partial
+
+
+def counts(unused, running, slab_slots, pool_slots):
+    live = sum(r[0] + r[1] - 1 for r in running)
+    used = sum(r[0] + r[3] - 1 for r in running)
+    held = slab_slots * len(running)
+    return live, used - live, held - used, pool_slots - held
+
+
+account = partial(counts, "x")
 
 # %% ex-2-4 right: running ones ask, too; filtered by hand
 class MyScheduler(Scheduler):
@@ -1024,6 +1048,18 @@ class MyScheduler(Scheduler):
 class MyScheduler(StaticScheduler):
     pass
 
+# %% ex-2-4 wrong: None for the second list
+# says: the second is None
+# - return scheduled, []
+# + return scheduled, None
+
+# %% ex-2-5 right: a sum over the requests
+def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
+    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
+    steps = 1 + max(step for _, step in chart)
+    offered = max_num_seqs * steps
+    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+
 # %% ex-2-5 right: which pairs are useful, in order of their steps
 def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
     left, tokens = dict(output_lens), 0
@@ -1085,85 +1121,65 @@ def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
 
 # %% ex-2-5 wrong: whatever is computed is used
 # says: is not yet used
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, len(chart) / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return offered - useful, len(chart) / offered, useful / (steps * seconds_per_step)
 
 # %% ex-2-5 wrong: throughput counted with pads
 # says: counted with pads
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, len(chart) / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return offered - useful, useful / offered, len(chart) / (steps * seconds_per_step)
 
 # %% ex-2-5 wrong: only rows after their end are wasted
 # says: empty rows are wasted, too
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return len(chart) - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return len(chart) - useful, useful / offered, useful / (steps * seconds_per_step)
 
 # %% ex-2-5 wrong: only empty rows are wasted
 # says: only the empty rows
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - len(chart), useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return offered - len(chart), useful / offered, useful / (steps * seconds_per_step)
 
 # %% ex-2-5 wrong: everybody got what was asked for
 # says: still to come
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(output_lens.values())
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# - min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens
+# + output_lens.values()
 
 # %% ex-2-5 wrong: steps in which nothing ran are left out
 # says: nothing ran take time
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = len({step for _, step in chart})
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     steps = 1 + max(step for _, step in chart)
+# +     steps = len({step for _, step in chart})
 
 # %% ex-2-5 wrong: the last step's number is the number of steps
 # says: there were s + 1
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     steps = 1 + max(step for _, step in chart)
+# +     steps = max(step for _, step in chart)
 
 # %% ex-2-5 wrong: the last pair of the list is the last step
 # says: wasted is wrong in
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + chart[-1][1]
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# - max(step for _, step in chart)
+# + chart[-1][1]
 
 # %% ex-2-5 wrong: the prefill gives no token
 # says: its prefill, gives a token
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = 0
-    for name in {name for name, _ in chart}:
-        useful += min(sum(n == name for n, _ in chart), output_lens[name]) - 1
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
+# +     useful = 0
+# +     for name in {name for name, _ in chart}:
+# +         useful += min(sum(n == name for n, _ in chart), output_lens[name]) - 1
 
 # %% ex-2-5 wrong: seconds per row
 # says: not per row
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (offered * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return offered - useful, useful / offered, useful / (offered * seconds_per_step)
 
 # %% ex-2-5 wrong: tokens per step
 # says: were asked for, not per step
@@ -1174,20 +1190,16 @@ def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
 
 # %% ex-2-5 wrong: in percent
 # says: that is a percentage
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, 100 * useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return offered - useful, 100 * useful / offered, useful / (steps * seconds_per_step)
 
 # %% ex-2-5 wrong: rounded
 # says: don't round
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    rate = useful / (steps * seconds_per_step)
-    return offered - useful, round(useful / offered, 2), round(rate, 2)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     rate = useful / (steps * seconds_per_step)
+# +     return offered - useful, round(useful / offered, 2), round(rate, 2)
 
 # %% ex-2-5 wrong: a sentence
 # says: must return 3 numbers
@@ -1215,3 +1227,9 @@ def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
     useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
     share = sum(record.num_seqs for record in records) / (max_num_seqs * steps)
     return max_num_seqs * steps - useful, share, useful / records[-1].end
+
+# %% ex-2-5 wrong: rows of the busiest step
+# says: also where no step takes all of them
+# - offered = max_num_seqs * num_steps
+# + at = [step for _, step in chart]
+# +     offered = max(map(at.count, at)) * num_steps

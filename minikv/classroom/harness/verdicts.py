@@ -61,7 +61,7 @@ def told(name, error, given=""):
         said = ENDLESS.format(name)
     elif isinstance(error, Delegated):
         said = DELEGATED.format(name, error)
-    elif isinstance(error, MemoryError) or "allocate memory" in str(error):  # torch has its own
+    elif _out_of_memory(error):
         said = MEMORY.format(name)
     elif isinstance(error, SystemExit):
         said = f"{name} called exit(); an answer must return."
@@ -73,6 +73,13 @@ def told(name, error, given=""):
             f"\n({place})" if place else ""
         )
     return f"{said}\n{given}" if given else said
+
+
+def _out_of_memory(error):
+    """Python's own has no text, numpy and torch have theirs; a learner's MemoryError has one."""
+    words = ("Unable to allocate", "allocate memory")
+    bare = isinstance(error, MemoryError) and not str(error)
+    return bare or any(word in str(error) for word in words)
 
 
 def ask(function, *args, asked=None, raw=False, steps=MOST_STEPS, memory=MOST_MEMORY):
