@@ -158,14 +158,18 @@ qwen = llama | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_hea
 MODELS = {"Llama 3.1 8B": llama, "Mistral Nemo": nemo, "Qwen3 0.6B": qwen}
 
 # %% slips-1-1 jupyter={"source_hidden": true}
+QUERY_HEADS = "The query heads were counted; K and V exist once per kv head."
+ONE_HEAD = "One kv head was counted; every kv head has its K and V."
+
+
 @ours
-def slips_1_1(config, num_tokens, bits):
-    """The usual slips, each with the factor by which its answer is off."""
+def slips_1_1(config, num_tokens, bits, wanted):
+    """The usual slips, alone and in pairs, each with its answer; below, the factor of each."""
     q = config["num_attention_heads"]
     kv = config.get("num_key_value_heads", q)
     narrow, some = config["hidden_size"] / q, max(num_tokens, 1)
     slips = {
-        "The query heads were counted; K and V exist once per kv head.": q / kv,
+        QUERY_HEADS: q / kv,
         "Those are the query heads that share a kv head, not the kv heads.": q / kv / kv,
         "Only one of K and V was counted; a token keeps both.": 1 / 2,
         "Bits are not bytes: a byte is 8 of them.": 8,
@@ -176,7 +180,7 @@ def slips_1_1(config, num_tokens, bits):
         "Two bytes per value were taken for granted; bits_per_value says how many.": 16 / bits,
         "One layer was counted; every layer keeps K and V.": 1 / config["num_hidden_layers"],
         "One token was counted, whatever num_tokens says.": 1 / some,
-        "One kv head was counted; every kv head has its K and V.": 1 / kv,
+        ONE_HEAD: 1 / kv,
         "Where num_key_value_heads is absent one kv head was taken; then every query head has its "
         "own.": 1 / kv if "num_key_value_heads" not in config else 1,
         "Where head_dim is absent, hidden_size is divided among the query heads, not the kv heads.":
@@ -184,7 +188,10 @@ def slips_1_1(config, num_tokens, bits):
         "One token is missing: all num_tokens are in the cache here.": 1 - 1 / some,
     }  # fmt: skip
     units = {"KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
-    return slips | {f"That is in {unit}; bytes were asked for.": 1 / u for unit, u in units.items()}
+    slips |= {f"That is in {unit}; bytes were asked for.": 1 / u for unit, u in units.items()}
+    found = factors(wanted, slips)
+    del found[f"{QUERY_HEADS} And: {ONE_HEAD}"]  # that is the group's size
+    return found
 
 # %% check-1-1
 @check
@@ -197,7 +204,7 @@ def exercise_1_1(kv_bytes):
         value = ask(kv_bytes, dict(config), num_tokens, bits, asked=asked)
         got = numbers(value, ["bytes"], "kv_bytes")["bytes"]
         wanted = once(counted_kv_bytes, config, num_tokens, bits)
-        cases.append((asked, got, wanted, factors(wanted, slips_1_1(config, num_tokens, bits))))
+        cases.append((asked, got, wanted, slips_1_1(config, num_tokens, bits, wanted)))
     explain(cases)
     each = [case[1] for case in cases[-6:]]
     for name, one, many in zip(MODELS, each[:3], each[3:], strict=True):

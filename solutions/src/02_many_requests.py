@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from minikv import LLM, Request, SamplingParams
 from minikv.classroom.harness.bounds import Delegated, Endless, bounded
-from minikv.classroom.harness.namespace import begin, ours
+from minikv.classroom.harness.namespace import begin, lent, ours
 from minikv.classroom.harness.values import list_of_numbers, numbers, text
 from minikv.classroom.harness.verdicts import ask, check, explain, once, told
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
@@ -845,7 +845,7 @@ def line(step):
     return "  ".join(f"{name}:{n}" for name, n in step.items()) or "nobody"
 
 
-@ours
+@lent
 class Listening(ContiguousKVCacheManager):
     """Remembers how many slots were asked for, last, for each request."""
 

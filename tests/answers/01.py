@@ -188,7 +188,7 @@ def kv_bytes(config, num_tokens, bits_per_value):
 # + config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"])
 
 # %% ex-1-1 wrong: head_dim by kv heads
-# says: not the kv heads
+# says: divided among the query heads
 # - config["hidden_size"] // config["num_attention_heads"]
 # + config["hidden_size"] // num_kv_heads
 
