@@ -500,6 +500,7 @@ def moves_3_1():
         yield 8, 1, [*full, *order, ("D", 4, 5)]
     holes = [(name, 1, n) for name, n in zip("ABCDEFG", (3, 1, 2, 1, 4, 1, 3), strict=True)]
     yield 15, 1, [*holes, "A", "C", "E", "G", ("H", 1, 2)]  # free extents of 3, 2, 4 and 3
+    yield 15, 1, [*holes, "A", "C", "E", "G", ("H", 2, 6), ("I", 1, 4)]  # H: none is that long
     yield 12, 1, [*holes[:5], "A", "C", ("H", 1, 1), "E", ("I", 1, 1), ("J", 1, 2)]
     # The same name comes again, longer and shorter, and leaves twice.
     yield 9, 2, [("A", 3, 4), ("B", 2, 3), "A", "A", ("A", 9, 4), "B", "A", ("A", 2, 3), ("B", 11, 2)]

@@ -478,6 +478,12 @@ class MyManager(ContiguousKVCacheManager):
 # - cdiv(request.max_kv_tokens, self.block_size)
 # + request.max_kv_tokens // self.block_size + 1
 
+# %% ex-3-1 wrong: a refusal among many extents costs the last of them
+# says: then nothing may change
+# - return None
+# + del self.free_extents[3:]
+# +         return None
+
 # %% ex-3-1 wrong: an empty table for a refusal
 # says: refuse with None
 # - return None
