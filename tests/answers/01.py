@@ -1,3 +1,4 @@
+# ruff: noqa: E501, F811, F821
 # Kept answers to the exercises of chapter 01; `python -m minikv check --audit 01` runs them.
 
 # %% ex-1-1 right: the plain product

@@ -1,3 +1,4 @@
+# ruff: noqa: B905, E402, E501, F811, F821
 # Kept answers to the exercises of chapter 03; `python -m minikv check --audit 03` runs them.
 
 # %% ex-3-1 right: lengths, a slice and a loop
