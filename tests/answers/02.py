@@ -1,4 +1,4 @@
-# ruff: noqa: E402, E501, F811, F821
+# ruff: noqa: E402, E501, E701, F811, F821
 # Kept answers to the exercises of chapter 02; `python -m minikv check --audit 02` runs them.
 
 # %% ex-2-1 right: row by row
