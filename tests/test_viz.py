@@ -11,16 +11,19 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Patch
 
 from minikv.engine import LLM
 from minikv.experiments.first_light import QUESTIONS
 from minikv.observe import house
 from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, PoolSnapshot, slots_of, snapshot
 from minikv.request import SamplingParams
-from minikv.viz import players, pool, style
+from minikv.viz import players, pool, states, style
 from minikv.viz.first_light import first_light
 
 ROOT = Path(__file__).resolve().parents[1]
+COLOURS = style.COLOURS
 STATES = (LIVE, RESERVED, INTERNAL, FREE)
 
 
@@ -149,11 +152,26 @@ def test_colours_stay_apart_in_greyscale():
 
 
 def test_states_differ_in_lightness_or_hatch():
-    for colour in style.COLOURS:
-        fills = [pool.fill(state, colour) for state in STATES]
-        for a, b in itertools.combinations(fills, 2):
+    # another request's slots are grey: they stand beside pale ones only
+    own = [state for state in states.LOOKS if state != states.OTHER]
+    solid = [(c, {s: states.fill(s, c) for s in own}) for c in COLOURS]
+    pale = [(c, {s: states.fill(s, c, pale=True) for s in states.LOOKS}) for c in COLOURS[:2]]
+    for colour, fills in solid + pale:
+        for a, b in itertools.combinations(fills.values(), 2):
             lightness = abs(style.lightness(a["facecolor"]) - style.lightness(b["facecolor"]))
-            assert a.get("hatch") != b.get("hatch") or lightness >= 10
+            assert a.get("hatch") != b.get("hatch") or lightness >= 8, (colour, a, b)
+
+
+def test_a_legend_has_the_states_that_it_is_given_in_their_own_words():
+    card, _ = style.figure()
+    states.legend(card, {FREE, LIVE, states.OTHER}, COLOURS, [(Patch(), "more")])
+    [legend] = card.legends
+    words = [text.get_text() for text in legend.get_texts()]
+    looks = states.LOOKS
+    assert words == [looks[LIVE].words, looks[states.OTHER].words, "free", "more"]
+    swatches = [to_hex(patch.get_facecolor()) for patch in legend.get_patches()]
+    assert swatches.count(states.OTHER_FACE) == 1  # whatever colours the requests have
+    assert len({look.words for look in looks.values()}) == len(looks)
 
 
 def test_text_reads_on_what_it_stands_on():

@@ -21,7 +21,7 @@ from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
 from minikv.static_batching import StaticScheduler
-from minikv.viz import batch, gantt, style
+from minikv.viz import batch, gantt, states, style
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUTS = {"a": 3, "b": 6, "$c": 1, "d": 4, "e": 2}  # $ must not start mathematics
@@ -85,8 +85,8 @@ def test_the_states_are_the_managers_own_report(num_steps):
     for other in [name for name in scheduler.manager.tables if name.startswith("o")]:
         scheduler.manager.free(scheduler.manager.requests[other])
     report = scheduler.manager.report()
-    counts = {kind: drawn.states.count(kind) for kind in batch.MEANING}
-    assert (counts["token"], counts["reserved"]) == (report.live, report.reserved)
+    counts = {state: drawn.states.count(state) for state in states.LOOKS}
+    assert (counts["live"], counts["reserved"]) == (report.live, report.reserved)
     assert counts["pad"] + counts["internal"] == report.internal
     assert counts["other"] == 3 * 12 and counts["free"] == report.free - 3 * 12
 
@@ -166,14 +166,6 @@ def test_without_a_row_there_is_nothing_to_draw():
     with pytest.raises(ValueError, match="no row to draw"):
         batch.batch_memory(PoolSnapshot(0, 4, 4, {}, {}, {}), {})
     assert manager.tables == {}
-
-
-def test_kinds_differ_in_greyscale_or_by_hatch():
-    for of in style.COLOURS[:2]:
-        looks = [batch._look(kind, of) for kind in batch.MEANING]
-        for a, b in itertools.combinations(looks, 2):
-            apart = abs(style.lightness(a["facecolor"]) - style.lightness(b["facecolor"]))
-            assert a.get("hatch") != b.get("hatch") or apart >= 8
 
 
 def test_the_hover_picture_is_one_svg_whose_rules_name_what_it_holds():

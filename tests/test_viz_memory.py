@@ -614,7 +614,7 @@ def test_the_labs_figure_shows_the_meter_and_the_worst_moment(broken):
     assert drawn["refused"] == {
         "started at once": 300 - broken.num_refused,
         "too little free": broken.num_refused - broken.num_paradox,
-        "enough free in sum": broken.num_paradox,
+        "enough free in total": broken.num_paradox,
     }
     assert drawn["worst"]["free"] == broken.worst.free_slots
     assert len(drawn["strip"].refused) == broken.num_refused

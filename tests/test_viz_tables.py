@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from minikv.kv_cache.paged import PagedKVCacheManager
-from minikv.observe import labels_of, snapshot, translate
+from minikv.observe import MemoryRecorder, labels_of, rows_of, snapshot, translate
 from minikv.request import Request
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
-from minikv.viz import board, style, tables
+from minikv.viz import batch, board, gathered, maps, pool, states, strips, style, tables
 
 LABELS = {name: tuple(f"{name}{i}" for i in range(30)) for name in ("a", "$b")}
 
@@ -153,6 +153,32 @@ def test_the_figures_read_in_greyscale_and_leave_no_trace(tmp_path):
     assert dict(matplotlib.rcParams) == before
     grey = np.asarray(Image.open(tmp_path / "map.png").convert("L"))
     assert len(np.unique(grey // 16)) > 5
-    light = [style.lightness(style.tint(style.colour(i), tables.LIVE_TINT)) for i in range(2)]
-    other = style.lightness(tables.OTHER_FACE)
+    light = [style.lightness(style.tint(style.colour(i), states.PALE)) for i in range(2)]
+    other = style.lightness(states.OTHER_FACE)
     assert abs(light[0] - light[1]) > 5 and min(light) - other > 8
+
+
+def test_all_figures_of_slots_say_the_same_words():
+    """So that what a reader learnt of one legend holds in the next."""
+    core = scattered()
+    snap, labels = snapshot(core), known(core)
+    recording = MemoryRecorder(core)
+    recording(core)
+    cards = [
+        tables.block_table_map(snap, labels)[0],
+        board.translation(snap, "a", labels["a"], 0)[0],
+        gathered.gather_map(snap, labels)[0],
+        pool.pool_map(snap)[0],
+        pool.token_map(snap, "a", labels["a"], 1)[0],
+        maps.memory_map(recording.moments[0])[0],
+        strips.memory_strip(recording.recording)[0],
+        batch.batch_memory(snap, rows_of(core, str))[0],
+    ]
+    said = {text.get_text() for card in cards for text in card.legends[0].get_texts()}
+    assert said - {look.words for look in states.LOOKS.values()} == {
+        "its slot",
+        "no K and V yet",
+        "held, but not written yet",
+        "live: a token of the prompt",
+        "live: a token of the answer",
+    }

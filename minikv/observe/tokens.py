@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-TOKEN, PAD = "token", "pad"
+from minikv.observe.pool import LIVE
+
+PAD = "pad"  # a slot that holds keys and values of padding
 PAD_LABEL = "<pad>"
 
 
@@ -20,7 +22,7 @@ class Row(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A token of a row, and the slot that holds its keys and values."""
+    """A token of a row, and the slot that holds its keys and values. kind: LIVE or PAD."""
 
     request_id: str
     column: int
@@ -67,7 +69,7 @@ def cells_of(snap, rows) -> list[Cell]:
         table = snap.tables[request_id]
         for column, (label, pad) in enumerate(zip(row.labels, row.pads, strict=True)):
             slot = table[column // size] * size + column % size
-            cells.append(Cell(request_id, column, label, PAD if pad else TOKEN, slot))
+            cells.append(Cell(request_id, column, label, PAD if pad else LIVE, slot))
     return cells
 
 

@@ -290,7 +290,7 @@ def _grid(ax, title, width, height, xlabel, ylabel):
 # --- the life of a step ------------------------------------------------------------------------
 
 
-class Moment(NamedTuple):
+class Stage(NamedTuple):
     """Where a request stands after one stage of a step."""
 
     stage: str
@@ -311,12 +311,12 @@ STAGES = {
 COUNTERS = ("tokens", "computed", "slots")
 
 
-def moments(num_tokens, num_computed_tokens) -> list[Moment]:
+def stages(num_tokens, num_computed_tokens) -> list[Stage]:
     """A step's stages: both counters move only at its end, slots are written at once."""
     before, after = (num_tokens, num_computed_tokens), (num_tokens + 1, num_tokens)
     written = {"schedule": num_computed_tokens}
     return [
-        Moment(stage, *(after if stage == "append" else before), written.get(stage, num_tokens))
+        Stage(stage, *(after if stage == "append" else before), written.get(stage, num_tokens))
         for stage in STAGES
     ]
 
@@ -326,9 +326,9 @@ def life_cycle(steps):
     moved; at the first and the last all of them.
 
     steps: [(title, num_tokens, num_computed_tokens)] at their start, one row each. Returns
-    (figure, [the moments of each row]).
+    (figure, [the stages of each row]).
     """
-    data = [moments(*counters) for _, *counters in steps]
+    data = [stages(*counters) for _, *counters in steps]
     alt = " ".join(
         f"{title}: "
         + ", ".join(
@@ -347,7 +347,7 @@ def life_cycle(steps):
 
 def _draw_cycle(ax, title, row):
     gap, width = 2.0, 1.28
-    for index, (moment, (stage, text)) in enumerate(zip(row, STAGES.items(), strict=True)):
+    for index, (at, (stage, text)) in enumerate(zip(row, STAGES.items(), strict=True)):
         x, last = index * gap, index == len(row) - 1
         face = tint(colour(1), 0.45) if stage == "append" else tint(colour(0), 0.16)
         box = {"boxstyle": "round,pad=0.02,rounding_size=0.08", "edgecolor": INK, "facecolor": face}
@@ -358,7 +358,7 @@ def _draw_cycle(ax, title, row):
         start, end = x + width + 0.06, x + gap - 0.08
         ax.annotate("", xy=(end, 0.5), xytext=(start, 0.5), arrowprops=arrow)
         before = row[index - 1][1:] if index else None
-        for line, (name, count) in enumerate(zip(COUNTERS, moment[1:], strict=True)):
+        for line, (name, count) in enumerate(zip(COUNTERS, at[1:], strict=True)):
             moved = before is not None and before[line] != count
             if before is None or last or moved:  # in between, only what changes
                 style = {"fontweight": "bold", "color": INK} if moved else {"color": MUTED}

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED
 from minikv.observe.steps import DECODE, FINISHED, PROMPT, lanes_of
 from minikv.observe.steps import record as record
-from minikv.viz.pool import MEANING, fill
+from minikv.viz.states import EDGE, fill, legend
 from minikv.viz.style import INK, MUTED, RULE, WHITE, colour, figure, ink_on, look, tint
 
 KINDS = {
@@ -51,10 +51,9 @@ def gantt(runs, num_lanes=None):
         axes.flat[-1].set_xticks([t + 0.5 for t in ticks], ticks)
         axes.flat[-1].set_xlabel("step")
         handles = [
-            Patch(label=text, **_look(kind, colour(0)) | {"edgecolor": INK, "linewidth": 0.6})
-            for kind, text in KINDS.items()
+            Patch(label=text, **_look(kind, colour(0)) | EDGE) for kind, text in KINDS.items()
         ]
-        handles.append(Patch(label="empty", facecolor=WHITE, edgecolor=INK, linewidth=0.6))
+        handles.append(Patch(label="empty", facecolor=WHITE, **EDGE))
         card.legend(handles=handles, loc="outside lower center", ncols=4)
     return card, data
 
@@ -133,11 +132,7 @@ def pool_over_time(times, reports, *, title="The pool over time"):
             below = top
         ax.set(xlim=(minutes[0], minutes[-1]), ylim=(0, 100), title=title)
         ax.set(xlabel="minutes", ylabel="% of the slots")
-        handles = [
-            Patch(label=MEANING[s], **fill(s, colour(0)) | {"edgecolor": INK, "linewidth": 0.6})
-            for s in reversed(states)
-        ]
-        card.legend(handles=handles, loc="outside lower center", ncols=2)
+        legend(card, states, [colour(0)])
     return card, shares
 
 

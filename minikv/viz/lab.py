@@ -23,13 +23,13 @@ WIDTH, LEFT, ROOM = 6.2, 0.86, 5.2  # inches: of the picture, left of its axes, 
 CONTROL = "246px"  # wide, its name above it; less leaves no room for track and value
 KEY = (
     "solid: live, striped: reserved, dotted: never used, ruled: rounded up,\n"
-    "white: free. Above the strip: refused, dark if the sum was enough"
+    "white: free. Above the strip: refused; dark, if enough was free in total"
 )
 
 
 def lab_figure(result) -> tuple:
     """The strip of a run, the paradox meter, and its worst moment. Returns (figure, {"refused":
-    {"started at once", "too little free", "enough free in sum": requests}, "worst": what
+    {"started at once", "too little free", "enough free in total": requests}, "worst": what
     memory_map says of it or None, "strip": the Strip})."""
     picture = LabPicture()
     return picture.card, picture.draw(result)
@@ -105,7 +105,7 @@ class LabPicture:
         if before:
             _draw_bar(ax, _parts(before[0]), 1.25)
         ax.set_title(
-            f"Refused with enough free in sum: {result.num_paradox} of {result.num_requests}; "
+            f"Refused with enough free in total: {result.num_paradox} of {result.num_requests}; "
             f"for lack of it: {refused - result.num_paradox}",
             fontsize=9,
         )
@@ -119,7 +119,7 @@ class LabPicture:
         ax, moment = self.map_axes, result.worst or result.fullest
         drawn = draw_map(ax, moment, colours_of([moment]), room_below=True)
         if result.worst is None:
-            title = "Nobody was refused who had enough in sum. The fullest moment:"
+            title = "No request was refused with enough free in total. The fullest moment:"
             ax.set_title(title, fontsize=9)
             return None
         free, largest = (
@@ -233,7 +233,7 @@ def _parts(result):
     return {
         "started at once": result.num_requests - result.num_refused,
         "too little free": result.num_refused - result.num_paradox,
-        "enough free in sum": result.num_paradox,
+        "enough free in total": result.num_paradox,
     }
 
 

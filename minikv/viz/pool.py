@@ -5,10 +5,10 @@ Drawn from snapshots (minikv.observe) and nothing else.
 
 from itertools import groupby
 
-from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
 from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
+from minikv.viz.states import EDGE, fill, legend
 from minikv.viz.style import (
     CARD,
     INK,
@@ -23,12 +23,7 @@ from minikv.viz.style import (
     tint,
 )
 
-MEANING = {  # the words of MemoryReport (kv_cache/base.py), short enough for a legend
-    LIVE: "live: keys and values",
-    RESERVED: "reserved: for tokens that may come",
-    INTERNAL: "internal: held, but can never be used",
-    FREE: "free",
-}
+STATES = (LIVE, RESERVED, INTERNAL, FREE)
 MAX_SLOT_LINES = 1024  # a line per slot, and per block, only while they can be told apart
 MAX_BLOCK_LINES = 256
 TOKEN_MAP = 7.2  # inches that token_map's slots have, about
@@ -46,7 +41,7 @@ def pool_map(snap, *, blocks_per_row=None, names=None):
     with look():
         _draw_map(axes, snap, slots, blocks_per_row, _colours(names or slots.requests))
         axes.set_title(f"The pool after step {snap.step}")
-        _legend(card, _colours(names or slots.requests))
+        legend(card, STATES, _colours(names or slots.requests).values())
     return card, slots
 
 
@@ -67,7 +62,7 @@ def pool_at_steps(snapshots, *, count=4, blocks_per_row=None):
         for ax, snap, slots in zip(axes.flat, chosen, drawn, strict=False):
             _draw_map(ax, snap, slots, blocks_per_row, colours)
             ax.set_title(f"after step {snap.step}")
-        _legend(card, colours)
+        legend(card, STATES, colours.values())
     return card, drawn
 
 
@@ -104,7 +99,7 @@ def pool_over_steps(snapshots, *, title="The pool, step by step"):
         ax.set_yticks([r + 0.5 for r in rows], [snapshots[r].step for r in rows])
         ax.set_xticks(_slot_ticks(first))
         ax.tick_params(length=3)
-        _legend(card, colours)
+        legend(card, STATES, colours.values())
     return card, drawn
 
 
@@ -121,7 +116,7 @@ def token_map(snap, request_id, tokens, num_prompt_tokens):
     alt = f"The {len(table)} blocks of {request_id!r} after step {snap.step}: {live} slots hold "
     alt += f"keys and values, {num_prompt_tokens} of them of the prompt; {len(table) * size - live}"
     alt += f" hold nothing. The answer so far: {''.join(tokens[num_prompt_tokens:])!r}"
-    card, ax = figure(10, 1.3 + 0.36 * len(table), alt=alt)
+    card, ax = figure(10, 1.5 + 0.36 * len(table), alt=alt)
     prompt_face, answer_face = tint(colour(0), 0.22), colour(0)
     with look():
         for position in range(len(table) * size):
@@ -147,27 +142,15 @@ def token_map(snap, request_id, tokens, num_prompt_tokens):
         waiting = ", ".join(repr(token) for token in tokens[live:])
         if waiting:
             ax.set_xlabel(f"sampled, without keys and values yet: {waiting}", loc="left")
-        handles = [
-            Patch(facecolor=prompt_face, edgecolor=RULE, label="token of the prompt"),
-            Patch(facecolor=answer_face, label="token of the answer"),
-            *_handles((RESERVED, INTERNAL), colour(0)),
+        more = [
+            (Patch(facecolor=prompt_face, **EDGE), "live: a token of the prompt"),
+            (Patch(facecolor=answer_face, **EDGE), "live: a token of the answer"),
         ]
-        card.legend(handles=handles, loc="outside lower center", ncols=4)
+        legend(card, (RESERVED, INTERNAL), [colour(0)], more)
     return card, drawn
 
 
 # --- the parts of a figure ---------------------------------------------------------------------
-
-
-def fill(state, of) -> dict:
-    """How a state looks: solid, striped, dotted or white, so that colour is never alone."""
-    looks = {
-        LIVE: {"facecolor": of},
-        RESERVED: {"facecolor": tint(of, 0.15), "hatch": "/////", "hatchcolor": tint(of, 0.7)},
-        INTERNAL: {"facecolor": WHITE, "hatch": "....", "hatchcolor": tint(of, 0.8)},
-        FREE: {"facecolor": WHITE},
-    }
-    return {**looks[state], "edgecolor": "none", "linewidth": 0}
 
 
 def _draw_map(ax, snap, slots, blocks_per_row, colours):
@@ -240,27 +223,6 @@ def _token(ax, x, y, text, ink):
 
 def _short(token, inches):
     return fitted(token.replace("\n", "↵").strip(" ") or "␣", inches)
-
-
-def _handles(states, of=MUTED):
-    return [
-        Patch(label=MEANING[s], **fill(s, of) | {"edgecolor": INK, "linewidth": 0.6})
-        for s in states
-    ]
-
-
-def _legend(card, colours):
-    """The states, each in the colours of the first requests."""
-    shown = list(colours.values())[:3] or [MUTED]
-    swatches = zip(*(_handles(MEANING, of) for of in shown), strict=True)
-    card.legend(
-        handles=list(swatches),
-        labels=list(MEANING.values()),
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="outside lower center",
-        ncols=4,
-        columnspacing=1.2,
-    )
 
 
 def _names(drawn):
