@@ -1,7 +1,9 @@
 """The course's figures: pure functions from plain data to (figure, the data that it drew).
 
-None of them imports torch, touches matplotlib's global settings or keeps a figure open. A figure is
-a `Card` (style.py): it shows itself in a notebook, on its own light background and with alt text.
+What they draw is noted by `minikv.observe`, some of whose names are here, too. Nothing in this
+folder serves a request, imports torch, touches matplotlib's global settings or keeps a figure
+open. A figure is a `Card` (style.py): it shows itself in a notebook, on a light background and
+with alt text.
 """
 
 from minikv.observe import (

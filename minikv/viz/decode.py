@@ -7,6 +7,7 @@ from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from matplotlib.ticker import LogLocator, NullLocator
 
 from minikv.viz.player import play
+from minikv.viz.states import EDGE
 from minikv.viz.style import (
     CARD,
     INK,
@@ -179,12 +180,11 @@ def _draw_slab(ax, step):
 
 
 def _slab_handles():
-    edge = {"edgecolor": INK, "linewidth": 0.6}
     return [
-        Patch(label="K and V of the prompt", **FILLS[PROMPT], **edge),
-        Patch(label="K and V of decoded tokens", **FILLS[OLD], **edge),
-        Patch(label="written in this forward", **FILLS[NEW], **edge),
-        Patch(label="empty slot", **FILLS[EMPTY], **edge),
+        Patch(label="K and V of the prompt", **FILLS[PROMPT], **EDGE),
+        Patch(label="K and V of decoded tokens", **FILLS[OLD], **EDGE),
+        Patch(label="written in this forward", **FILLS[NEW], **EDGE),
+        Patch(label="empty slot", **FILLS[EMPTY], **EDGE),
     ]
 
 
@@ -227,8 +227,8 @@ def tokens_computed(num_prompt_tokens, num_new_tokens):
             _grid(ax, title, width, num_new_tokens, "position", "forward pass")
             ax.set_yticks([row + 0.5 for row in rows], [row + 1 for row in rows])
         handles = [
-            Patch(label="K and V computed", **FILLS[NEW], edgecolor=INK, linewidth=0.6),
-            Patch(label="read from the cache", **FILLS[PROMPT], edgecolor=INK, linewidth=0.6),
+            Patch(label="K and V computed", **FILLS[NEW], **EDGE),
+            Patch(label="read from the cache", **FILLS[PROMPT], **EDGE),
         ]
         card.legend(handles=handles, loc="outside lower center", ncols=2)
     return card, data
@@ -269,8 +269,8 @@ def attention_reads(num_prompt_tokens, num_new_tokens):
             ax.text(0.25, num_rows - 0.3, f"from {first} on: a pass for each row", color=INK,
                     fontsize=8, bbox=box)  # fmt: skip
         handles = [
-            Patch(label="key written in this pass", **FILLS[NEW], edgecolor=INK, linewidth=0.6),
-            Patch(label="key from the cache", **FILLS[PROMPT], edgecolor=INK, linewidth=0.6),
+            Patch(label="key written in this pass", **FILLS[NEW], **EDGE),
+            Patch(label="key from the cache", **FILLS[PROMPT], **EDGE),
         ]
         card.legend(handles=handles, loc="outside lower center", ncols=2)
     return card, data
