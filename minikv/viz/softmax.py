@@ -127,7 +127,9 @@ def _finish(card, lowest, blocks, places, title, more=()):
     card.suptitle(title, x=0.012, ha="left", fontsize=10, weight="bold")
     handles = [
         Patch(facecolor=colour(0), edgecolor=INK, label="weights of this block's slots"),
-        Patch(facecolor=tint(colour(0), 0.35), edgecolor=INK, label="of earlier blocks' slots"),
+        Patch(
+            facecolor=tint(colour(0), 0.35), edgecolor=INK, label="weights of earlier blocks' slots"
+        ),
         *more,
     ]
     if len(blocks) > 1:
