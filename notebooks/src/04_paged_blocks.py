@@ -28,7 +28,7 @@ import numpy as np
 import minikv.viz as viz
 from minikv import LLM, Request, SamplingParams, Scheduler, show
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
-from minikv.kv_cache.paged import BlockPool, FreeKVCacheBlockQueue, PagedKVCacheManager
+from minikv.kv_cache.paged import BlockPool, PagedKVCacheManager
 from minikv.model.loader import load
 from minikv.viz import batch, gantt
 
@@ -134,8 +134,8 @@ print(picture())
 # %% [markdown]
 # A request that crosses the border of its last block takes the next free block. Here both
 # do so in turns, so their blocks alternate. Each request still sees one sequence: the
-# token at *position* `p` lies in slot `table[p // 4] * 4 + p % 4`. That is the whole
-# translation. vLLM calls it **slot mapping**.
+# token at *position* `p` lies in slot `table[p // 4] * 4 + p % 4`. vLLM calls this
+# translation **slot mapping**.
 
 # %% slot-mapping
 mapping = [slot_of("A", p) for p in range(6)]
@@ -163,16 +163,10 @@ print(picture(), " C has written")
 # - A block that waits in the queue still has its contents. It could be given to a request
 #   that needs exactly these. That is chapter 07.
 #
-# For chapter 07 the package's free queue is not a deque. It is a doubly linked list
-# through the blocks, which can give up a block *from its middle* without a search.
-
-# %% show-remove
-show(FreeKVCacheBlockQueue.remove)
-
-# %% [markdown]
 # `BlockPool` puts blocks and queue together. Each block has a counter, `ref_cnt`: how
 # many tables name it. `touch` says that one more table names a block. `free_blocks` says
-# that one less does.
+# that one less does. (The queue is a doubly linked list through the blocks, as chapter 07
+# has to take blocks out of its middle.)
 
 # %% block-pool
 pool = BlockPool(6)
@@ -195,9 +189,9 @@ print(first, second, "free:", free_ids())
 #
 # ### When is a block taken?
 #
-# A mistake is easy here. We add three requests whose prompts have 3, 4 and 5 tokens: one
-# less than a block, exactly a block, and one more. Each step computes all tokens that
-# have no K and V yet, and samples one new token.
+# We add three requests whose prompts have 3, 4 and 5 tokens: one less than a block,
+# exactly a block, and one more. Each step computes all tokens that have no K and V yet,
+# and samples one new token.
 #
 # > **Predict.** How many blocks does each request hold after its prompt? Which of the
 # > next steps take another block?
@@ -210,15 +204,17 @@ def three_prompts():
     return scheduler
 
 
+# %% boundary-step
 def one_step(scheduler, step=0):
     scheduled, _ = scheduler.schedule()
-    sampled = [A[r.num_tokens % 7] for r, _ in scheduled]  # a word of A: no model runs here
+    sampled = [A[r.num_tokens % 7] for r, _ in scheduled]  # no model runs here
     scheduler.update(scheduled, sampled, now=0.0, step=step)
     return [r for r, _ in scheduled]
 
 
-# %% boundary-table
 scheduler = three_prompts()
+
+# %% boundary-table
 print("of each request: tokens known, tokens computed, blocks held")
 for step in range(4):
     row = f"step {step}"
@@ -253,18 +249,18 @@ card
 # %% wrong-rule
 for prompt in (3, 4, 5):
     blocks = -(-prompt // SIZE)
-    for known in range(prompt + 1, prompt + 5):  # a step computes the token sampled before it
+    for known in range(prompt + 1, prompt + 5):  # a step computes the token before it
         blocks, needed = blocks + (known % SIZE == 0), -(-known // SIZE)
         if blocks != needed:
-            print(f"prompt of {prompt}: token {known - 1} needs {needed} blocks, the rule has {blocks}")
+            print(f"prompt of {prompt}: token {known - 1} needs {needed}, rule: {blocks}")
 
 # %% [markdown]
 # After a prompt of 3 or 5 tokens the rule takes a block one step too early. After a
 # prompt of 4, which fills its block, the rule has one block too few in three of four
 # steps. In all other steps the rule is right, so a test can easily miss the fault.
 #
-# Here is the package's rule. The comment in it says which tokens are counted. (The three
-# keyword arguments stay at zero until chapters 06 and 07.)
+# Here is the package's rule. (Its three keyword arguments stay at zero until chapters 06
+# and 07.)
 
 # %% show-allocate
 show(PagedKVCacheManager.allocate_slots)
@@ -309,8 +305,7 @@ print({name: scheduler.manager.tables[name] for name in "AB"})
 # > **Predict.** The block size is 4. In which slot is token 6 of A? And token 8?
 #
 # The **translation board** is a player. Click it, press the arrow keys, and watch the row
-# of slots fill. It goes from a position to a logical block, to a row of the table, to a
-# block of the pool, to a slot.
+# of slots fill.
 
 # %% board
 viz.translation_player(snap, "A", labels["A"])
@@ -332,9 +327,8 @@ assert [a.block_id for a in arrows] == [9, 5, 7, 1, 11]
 card
 
 # %% [markdown]
-# Chapter 02 had a picture with the padded batch on the left and the memory on the right.
-# We draw it once more. This time the engine runs the two rows with the real model, and
-# finds their slots through block tables.
+# We draw chapter 02's picture of a padded batch and its memory once more. This time the
+# engine finds the slots of the two rows through block tables.
 
 # %% padded-rows
 llm = LLM(
@@ -393,7 +387,7 @@ reference = answers(ContiguousKVCacheManager, 16)
 num_tokens = sum(map(len, reference))
 for block_size in (1, 4, 16, 64):
     same = answers(PagedKVCacheManager, block_size) == reference
-    print(f"blocks of {block_size:2}: {'the same' if same else 'other'} {num_tokens} tokens")
+    print(f"blocks of {block_size:2}: {num_tokens} tokens, the same: {same}")
 
 # %% [markdown]
 # None differs. Softmax and sum do not ask where a key lies. Each key only has to come
@@ -410,7 +404,7 @@ for block_size in (1, 4, 16, 64):
 from minikv.experiments import NUM_SLOTS
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
-from minikv.workloads import shared_header, sharegpt
+from minikv.workloads import alpaca, shared_header, sharegpt
 
 service = shared_header(rate=2.0)
 h100 = StepTime(MODELS["Vicuna 13B v1.5 16K"], GPUS["H100 SXM"])
@@ -430,7 +424,7 @@ def serve(manager, traffic=service, step_time=h100, seconds=1200):
 # %% [markdown]
 # Chapter 03 gave each request one extent of exactly the slots that it would need. We
 # change one thing. Each request claims as many slots, and claims them as early, but in
-# blocks, wherever these lie. A small subclass does that:
+# blocks, wherever these lie.
 
 # %% claim-all
 class ClaimAll(PagedKVCacheManager):
@@ -459,17 +453,14 @@ print(f"{extents.memory.num_slots:,} slots in extents, "
 #
 # | column | what it counts |
 # |---|---|
-# | refused | requests that found no room at their first attempt |
+# | refused | requests that found no room at their first attempt, at the head of the queue |
 # | enough | those of them for which the free slots were enough in sum |
 # | running | requests in a step, mean |
 # | TTFT p50, p99 | time to the first token: median, and 99th percentile <!-- source: definition --> |
 # | ITL p99 | time between two tokens of a request: 99th percentile <!-- source: definition --> |
 # | preempted | how often a running request had to give its blocks away |
-#
-# > **Predict.** How many requests are refused in each run? For how many of those were the
-# > free slots enough in sum? And how do the median waits compare?
 
-# %% refusals
+# %% show-row
 def enough(refusal):
     return refusal.waiting[0].needed_slots <= refusal.free_slots
 
@@ -484,6 +475,12 @@ def show_row(name, run):
 
 HEAD = f"""{'':46}TTFT, s          ITL, ms
 {'':19}refused  enough  running  tokens/s     p50     p99      p99  preempted"""
+
+# %% [markdown]
+# > **Predict.** How many requests are refused in each run? For how many of those were the
+# > free slots enough in sum? And how do the median waits compare?
+
+# %% refusals
 print(HEAD)
 show_row("extents", extents)
 show_row("same, blocks", claimed)
@@ -507,10 +504,10 @@ print(f"with blocks, the median TTFT is {claimed.summary()['p50_ttft_ms']:.0f} m
 # With blocks, the column *enough* is **zero**, and it cannot be anything else. Any free
 # blocks will do, so free memory is always usable memory.
 #
-# Nearly as many requests are still refused as before. They found too few free slots, even
-# in sum. One document takes a large part of the pool, and the questions behind it wait.
-# But such a wait ends as soon as there is enough. The median wait for the first token
-# falls from many seconds to about two steps.
+# Nearly as many requests are still refused as before. They found too few free slots in
+# sum: one document takes a large part of the pool, and the questions behind it wait. But
+# such a wait ends as soon as there is enough. The median wait for the first token falls
+# from many seconds to about two steps.
 #
 # Chapter 03 had *acquitted* another cure, compaction. We put it beside the two:
 
@@ -566,8 +563,8 @@ parts = [
     ("as many slots, in blocks of 16", claimed.memory.between(start, end)),
 ]
 card, drawn = viz.memory_strips(parts, highlight=[NAME])
-assert any(enough for _, _, enough in drawn[0].refused)
-assert not any(enough for _, _, enough in drawn[1].refused)
+assert any(was_enough for *_, was_enough in drawn[0].refused)
+assert not any(was_enough for *_, was_enough in drawn[1].refused)
 card
 
 # %% [markdown]
@@ -577,7 +574,7 @@ card
 # The marks above a strip are refusals. A black mark means that the sum was enough, and
 # the lower strip has none.
 #
-# This player shows the whole twenty minutes, with one slider:
+# This player shows the whole twenty minutes:
 
 # %% player
 viz.memory_player([("extents", extents.memory), ("blocks", claimed.memory)])
@@ -606,8 +603,7 @@ for name, manager in ways.items():
 
 # %% [markdown]
 # Giving up adjacency shortens the wait a lot. (More requests are refused with blocks than
-# with extents. Each request is counted at its first attempt, when it reaches the head of
-# the queue, and with blocks more requests get that far.)
+# with extents, because more of them reach the head of the queue at all.)
 #
 # Giving up the reservation ends the wait. The slots that a chat will fill in the end
 # serve others until then. And the winner is the only one of the three that does not know
@@ -657,7 +653,7 @@ print(f"on demand computes {ratio:.1f} times the tokens that it needs")
 
 # %% tails
 def tails(block_size):
-    "Of chats, at every tenth step: slots written, slots of the tail, blocks in the table."
+    "Of chats, at every tenth step: slots written, tail slots, blocks in the table."
     seen = []
 
     def look(core):
@@ -739,8 +735,8 @@ from minikv.experiments import FIG13_MODELS, FIG13_PAPER, paper_run, paper_step_
 runs = {}
 for policy in ("max", "pow2", "exact", "paged"):
     for name, overhead in FIG13_MODELS.items():
-        how = {"duration_s": 600, "warmup_s": 200, "step_time": paper_step_time(**overhead)}
-        runs[policy, name] = paper_run(policy, **how)
+        runs[policy, name] = paper_run(policy, duration_s=600, warmup_s=200,
+                                       step_time=paper_step_time(**overhead))
 
 # %% figure-13-table
 print("ShareGPT, 2 requests/s. Requests in a step, mean:")
@@ -766,28 +762,26 @@ for policy in FIG13_PAPER["sharegpt"]:
 #
 # So read the last line of the first table with care. The roofline gives far fewer
 # requests than the paper. With 0.30 ms more per request it comes close. But these 0.30 ms
-# *were chosen to make it so*. **A fit is not evidence.** There would be evidence if the
-# same number, without a new choice, met something else that the paper measured. The other
-# half of Figure 13 is Alpaca: short questions, 30 requests a second.
+# *were chosen to make it so*. **A fit is not evidence.** It would be evidence if the same
+# number met something else that the paper measured. The other half of Figure 13 is
+# Alpaca: short questions, 30 requests a second.
 # <!-- source: Kwon et al. 2023, Fig. 13; FIG13_MODELS in minikv.experiments -->
 
 # %% alpaca
-from minikv.experiments import FIG13_WORKLOADS
-
-paper, alpaca = FIG13_PAPER["alpaca"]["paged"], FIG13_WORKLOADS["alpaca"]
+paper = FIG13_PAPER["alpaca"]["paged"]
 for name, overhead in FIG13_MODELS.items():
     how = {"duration_s": 300, "warmup_s": 100, "step_time": paper_step_time(**overhead)}
-    run = paper_run("paged", workload=alpaca, **how)
+    run = paper_run("paged", workload=alpaca(rate=30.0), **how)
     off = run.mean_batched / paper - 1
-    print(f"{name:32}{run.mean_batched:6.1f} in a step; paper: {paper}, off by {off:+.0%}")
+    print(f"{name:32}{run.mean_batched:6.1f} in a step; paper: {paper} ({off:+.0%})")
 
 # %% [markdown]
 # It does come close. That makes 0.30 ms of work per request and step plausible for an
 # engine of that time. It proves nothing about an A100. `python -m minikv simulate fig13`
 # plays both workloads under all policies for an hour.
 #
-# The paper's Figure 2 says that tokens fill 96.3% of vLLM's KV memory. We can compute two
-# shares that might stand beside it:
+# The paper's Figure 2 says that tokens fill 96.3% of vLLM's KV memory. We compute two
+# shares:
 # <!-- source: Kwon et al. 2023, Fig. 2 -->
 
 # %% figure-2
@@ -800,8 +794,8 @@ print(f"tokens fill {report.live / held:.1%} of the slots that are held")
 print(f"{report.free / report.total:.1%} of the pool is free")
 
 # %% [markdown]
-# How full the *pool* is depends on the step times. How full the *held* slots are hardly
-# does. Only the second share can stand beside the paper's.
+# The first share depends on the step times, and the second hardly does. So only the
+# second can stand beside the paper's.
 #
 # ## 7. `check()`: say what must be true
 #
@@ -837,9 +831,8 @@ shared.tables["B"][0] = 1
 shared.check()
 
 # %% [markdown]
-# The message names the block, its counter, and the tables that name it. For the other
-# faults we catch the error, so that one cell can print them all. Here are faults in the
-# tables:
+# For the other faults we catch the error, so that one cell can print them all. First,
+# faults in the tables:
 
 # %% show-broken
 def show_broken(faults):
@@ -864,9 +857,13 @@ show_broken({
 })
 
 # %% [markdown]
-# And here are faults in the pool, its counters and its queue:
+# Then faults in the pool:
 
 # %% break-the-pool
+def freed_early(m):
+    m.block_pool.free_block_queue.append(m.block_pool.blocks[0])  # ref_cnt is still 1
+
+
 def never_freed(m):
     [block_id] = m.drop_table(m.requests["B"])
     m.block_pool.blocks[block_id].ref_cnt = 0
@@ -884,7 +881,7 @@ def torn(m):
 # %% break-the-pool-show
 show_broken({
     "freed while held": lambda m: m.block_pool.free_blocks([m.block_pool.blocks[0]]),
-    "in the queue, in use": lambda m: m.block_pool.free_block_queue.append(m.block_pool.blocks[0]),
+    "in the queue, in use": freed_early,
     "never freed": never_freed,
     "miscounted": miscounted,
     "a torn queue": torn,
@@ -921,8 +918,7 @@ print("a full block and tail", repr(answer((0, -1))))
 #
 # The second swap changes the answer. The tail now stands in front, so the request reads
 # slots that were never written. Its next tokens are written over its first ones, so it
-# destroys its own past. The tables say which request holds which block. They do not say
-# what stands in it.
+# destroys its own past. Tables say which request holds a block, not what stands in it.
 #
 # So the tests of this engine go one step further. Their runner notes in each slot which
 # history wrote it, and its next token depends on what it reads back (`tests/oracle.py`).
@@ -976,7 +972,7 @@ while tight.has_unfinished_requests():
 # %% run-out-picture
 card, drawn = viz.pool_over_steps(snapshots, title="Eight blocks for two requests")
 as_before = [tokens[name] == reference[i][:14] for i, name in enumerate("AB")]
-print(f"preemptions: {tight.scheduler.num_preemptions}; the tokens of section 3: {as_before}")
+print(f"preemptions: {tight.scheduler.num_preemptions}; as in section 3: {as_before}")
 card
 
 # %% [markdown]

@@ -74,7 +74,6 @@ def dense(ids, num_new):
     return ids, torch.stack(rows)
 
 
-# %% dense-reference
 reference = {name: dense(ids, 6) for name, ids in prompts.items()}
 for name, (ids, _) in reference.items():
     print(name, repr("".join(map(text, ids))))
@@ -207,7 +206,8 @@ new_place = torch.randperm(pool.shape[1], generator=torch.Generator().manual_see
 moved = torch.empty_like(pool)
 moved[:, new_place.to(DEVICE)] = pool
 moved_table = new_place[table].tolist()
-assert torch.equal(attend_dense(query[0], *gathered(moved, moved_table, seq_len)), by_hand)
+after = attend_dense(query[0], *gathered(moved, moved_table, seq_len))
+assert torch.equal(after, by_hand)
 print("table", table, "->", moved_table, ": the same bits")
 
 # %% [markdown]
@@ -239,7 +239,8 @@ def compare(backend):
     llm, answers = engine(backend), {}
     rows = record_logits(llm)
     while llm.has_unfinished_requests():
-        answers |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
+        for output in llm.step():
+            answers[output.request_id] = output.outputs[0].token_ids
     for name, (ids, logits) in reference.items():
         assert answers[name] == ids[len(prompts[name]) :], name
         assert torch.allclose(torch.stack(rows[name]), logits, rtol=0, atol=1e-4), name
@@ -268,7 +269,7 @@ card
 # > copy? How many bytes are that, in all layers?
 
 # %% bytes-gather
-bytes_per_slot = 2 * spec.num_kv_heads * spec.head_dim * 4  # K and V of one layer, float32
+bytes_per_slot = 2 * spec.num_kv_heads * spec.head_dim * 4  # of one layer, float32
 predicted = spec.num_layers * len(blocks) * 4 * bytes_per_slot
 [group] = gather.query_groups(metadata, pool)  # the backend's own list of rows to copy
 copied = spec.num_layers * group.gather_rows.numel() * 4 * spec.head_dim * 4
@@ -286,8 +287,9 @@ layers_bytes = bytes_per_slot * spec.num_layers
 for contexts in ([1024] * 16, [4096] + [128] * 15):
     written = sum(contexts) * layers_bytes
     copied = len(contexts) * max(contexts) * layers_bytes
-    print(f"contexts {contexts[0]} and 15 × {contexts[1]}: written {written / 1e9:.2f} GB, "
-          f"copied {copied / 1e9:.2f} GB, {copied / written:.1f} times as much")
+    print(f"contexts {contexts[0]} and 15 × {contexts[1]}:",
+          f"written {written / 1e9:.2f} GB, copied {copied / 1e9:.2f} GB,",
+          f"{copied / written:.1f} times as much")
 
 # %% [markdown]
 # One long request makes all copies long. (An engine could put requests of similar length
@@ -301,7 +303,7 @@ for contexts in ([1024] * 16, [4096] + [128] * 15):
 
 # %% a-step
 def scattered_tables(contexts, block_size, scattered, dice):
-    "A table per request, of blocks in random order or in a row; and the number of blocks."
+    "A table per request, of blocks in random order or in a row; number of blocks."
     counts = [-(-n // block_size) for n in contexts]
     order = torch.randperm(sum(counts), generator=dice)
     ids = (order if scattered else order.sort().values).int().split(counts)
@@ -339,7 +341,7 @@ def seconds_of(run):
 
 
 def in_turns(parts, rounds=15):
-    "The best time of each part, in seconds. They take turns; the first turn only warms up."
+    "The best time of each part, in seconds. The first turn only warms up."
     turns = [[seconds_of(run) for run in parts.values()] for _ in range(rounds + 1)]
     return dict(zip(parts, map(min, zip(*turns[1:], strict=True)), strict=True))
 
@@ -463,22 +465,14 @@ print(f"largest {largest:.0f}, sum {total:.3f}, mixed {mixed:.2f}: {mixed / tota
 #
 # > **Predict.** We cut the same scores into blocks of two. After which block does the
 # > earlier sum shrink?
-
-# %% online-states
-states = viz.softmax_states(scores, values)
-for state, triple in zip(states, (first, (largest, total, mixed)), strict=True):
-    assert torch.allclose(torch.tensor([state.largest, state.total, state.mixed]),
-                          torch.tensor(triple))
-twos, their_values = ([row[i : i + 2].tolist() for i in range(0, 7, 2)] for row in (flat, worth))
-last = viz.softmax_states(twos, their_values)[-1]
-assert abs(last.mixed / last.total - whole) < 1e-12
-
-# %% [markdown]
+#
 # The picture is a player: click it, then press the arrow keys.
 
 # %% online-player
-title = "The same seven scores, in blocks of two"
-viz.softmax_player(twos, values=their_values, title=title)
+twos, tens = ([row[i : i + 2].tolist() for i in range(0, 7, 2)] for row in (flat, worth))
+last = viz.softmax_states(twos, tens)[-1]
+assert abs(last.mixed / last.total - whole) < 1e-12
+viz.softmax_player(twos, values=tens, title="The same seven scores, in blocks of two")
 
 # %% [markdown]
 # The sum shrinks after block 2, which brings the largest score. The bars before it get
@@ -523,7 +517,7 @@ print("an unwritten slot with weight 0: 0 × NaN =", 0.0 * nan)
 show(online.OnlineSoftmax.add_block)
 
 # %% hidden-block
-softmax = online.OnlineSoftmax(torch.ones(1, 1, dtype=torch.float64))  # scores are the keys
+softmax = online.OnlineSoftmax(torch.ones(1, 1).double())  # scores are the keys
 hidden = ([9.0] * 4, [1.0] * 4, False)
 for s, v, seen in (hidden, (scores[0], values[0], True), (scores[1], values[1], True)):
     s, v = (torch.tensor(x, dtype=torch.float64)[:, None] for x in (s, v))
@@ -540,7 +534,7 @@ print(f"answer {softmax.result().item():.4f}")
 # the written slots of one block.
 
 # %% walk
-q_heads = query[0].view(3, 3, 64) * options["scaling"]  # kv head, its query heads, head_dim
+q_heads = query[0].view(3, 3, 64) * options["scaling"]  # kv heads, queries of each, 64
 
 
 def walk(block_ids, first_index=0):
@@ -610,8 +604,8 @@ for poison, backend in ((nan, gather), (nan, online), (1e4, gather), (1e4, onlin
 
 # %% chunks
 pool_of_six = {"block_size": 4, "num_gpu_blocks_override": 6, "max_model_len": 16}
-chunked = LLM(loaded, attention_backend="gather", max_num_seqs=1, max_num_batched_tokens=4,
-              **pool_of_six)
+four = {"max_num_seqs": 1, "max_num_batched_tokens": 4}  # tokens in a step, at most
+chunked = LLM(loaded, attention_backend="gather", **pool_of_six, **four)
 chunked.add_request(A, SamplingParams(max_tokens=2, ignore_eos=True), "A")
 chunk_calls = [capture(chunked)[0] for _ in range(2)]
 
@@ -707,7 +701,8 @@ excerpt("model/kernels/cpu.cpp", "const int run_end", "use(t, row);")
 # <!-- source: TILE in cpu.cpp -->
 
 # %% show-shrink
-excerpt("model/kernels/cpu.cpp", "if (largest > s.largest[r]) {", "s.total[r] += fold<SUM>(sum);")
+start, end = "if (largest > s.largest[r]) {", "s.total[r] += fold<SUM>(sum);"
+excerpt("model/kernels/cpu.cpp", start, end)
 
 # %% [markdown]
 # The file is compiled once, by the C++ compiler of this machine. Without a compiler, and
@@ -757,8 +752,9 @@ for name, t in times.items():
 
 # %% cost-of-the-table tags=["nbval-ignore-output"]
 scattered, consecutive, single = (times[name] for name in parts)
-print(f"{fast}, scattered blocks against consecutive ones: {scattered / consecutive - 1:+.0%}")
-print(f"{fast}, scattered blocks against a single one:     {scattered / single - 1:+.0%}")
+print(f"the time of {fast} over scattered blocks of 16:")
+print(f"{scattered / consecutive - 1:+.0%} against consecutive blocks")
+print(f"{scattered / single - 1:+.0%} against one block per request")
 
 # %% [markdown]
 # These are two questions, and they must be kept apart.
@@ -807,7 +803,7 @@ print(f"{fast}, scattered blocks against a single one:     {scattered / single -
 # %% beside
 beside("model/kernels/online.py", "model/kernels/triton_paged.py", [
     ("whose work: one request and kv head",
-     "for i, seq_len in enumerate(seq_lens):", "kv_head, num_kv_heads = tl.program_id(1)"),
+     "for i, seq_len in enumerate(seq_lens)", "kv_head, num_kv_heads = tl.program_id(1)"),
     ("rows: query heads that share a kv head",
      "grouped = query.reshape(num_tokens", ("row = tl.arange(0, ROWS)", "row % PER_KV")),
     ("each query's own position",
@@ -888,9 +884,8 @@ for size in SIZES:
 steps = {size: a_step([1024] * 8, size) for size in SIZES}
 sweep = {}
 for name, attend in {fast: attend_fast, "gather": gather.attend}.items():
-    best = in_turns({
-        size: lambda s=s, attend=attend: attend(*s, scaling=scaling) for size, s in steps.items()
-    }, rounds=10)
+    best = in_turns({size: lambda s=s, attend=attend: attend(*s, scaling=scaling)
+                     for size, s in steps.items()}, rounds=10)
     sweep[name] = [(i, t / min(best.values())) for i, t in enumerate(best.values())]
     print(f"{name:7}", "  ".join(f"{SIZES[i]}: {ratio:.2f}" for i, ratio in sweep[name]))
 
@@ -935,7 +930,7 @@ entries = sum(-(-n // 4) for n in metadata.seq_lens.tolist())
 kv_bytes = slots * spec.kv_bytes_per_token
 print(f"weights {spec.parameter_bytes:>13,} bytes")
 print(f"K and V {kv_bytes:>13,} bytes = {slots} slots × {spec.kv_bytes_per_token:,}")
-print(f"tables  {entries * 4:>13,} bytes = {entries} entries × 4, for all layers together")
+print(f"tables  {entries * 4:>13,} bytes = {entries} entries × 4, for all layers")
 
 # %% [markdown]
 # This was arithmetic. For K and V we also count. We put a counter into the online
