@@ -30,7 +30,7 @@ from minikv import LLM, Request, SamplingParams, Scheduler, show
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.kv_cache.paged import BlockPool, PagedKVCacheManager
 from minikv.model.loader import load
-from minikv.viz import batch, gantt
+from minikv.viz import batch
 
 # %% load
 loaded = load("smollm2", dtype="float32", device="cpu")
@@ -692,7 +692,9 @@ points = {
 assert all(abs(y - share((size - 1) / 2)) < 0.5 for size, y in measured)  # half a block
 
 # %% utilisation-figure
-card, drawn = gantt.curves(
+from minikv.viz.gantt import curves
+
+card, drawn = curves(
     points,
     title="Empty slots among those that are held",
     xlabel="block size, tokens",

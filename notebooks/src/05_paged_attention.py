@@ -25,8 +25,6 @@
 # on it.
 
 # %% imports
-import time
-
 import torch
 
 import minikv.viz as viz
@@ -35,7 +33,6 @@ from minikv.classroom.show import beside, excerpt
 from minikv.model.backends import AttentionMetadata
 from minikv.model.kernels import gather, online
 from minikv.model.loader import load
-from minikv.viz import gantt
 
 _ = torch.set_grad_enabled(False)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -331,7 +328,10 @@ def a_step(contexts, block_size=16, scattered=True):
     return query.to(DEVICE), pool.to(DEVICE), step
 
 
-# %% in-turns
+# %% seconds-of
+import time
+
+
 def seconds_of(run):
     start = time.perf_counter()
     run()
@@ -340,6 +340,7 @@ def seconds_of(run):
     return time.perf_counter() - start
 
 
+# %% in-turns
 def in_turns(parts, rounds=15):
     "The best time of each part, in seconds. The first turn only warms up."
     turns = [[seconds_of(run) for run in parts.values()] for _ in range(rounds + 1)]
@@ -763,11 +764,10 @@ print(f"{scattered / single - 1:+.0%} against one block per request")
 # engine's choice is gather itself, it says nothing.)
 #
 # *What does indirection cost this kernel?* The last two lines answer this. On the CPU
-# that built this page, consecutive blocks are usually read somewhat faster than scattered
-# ones. But one large block, with nothing to look up, is usually not: `ahead` points only
-# into the next block, so inside a large block the kernel gives no useful hints. The hints
-# make the table cheap. Compiled without the line that gives them, the kernel took 0.74 to
-# 0.82 ms for eight such requests in scattered blocks, instead of 0.39 to 0.43 ms.
+# that built this page they move from run to run, and they are small beside what not
+# copying saves. The reason is the hints: they make the table cheap. Compiled without the
+# line that gives them, the kernel took 0.74 to 0.82 ms for eight such requests in
+# scattered blocks, instead of 0.39 to 0.43 ms.
 # <!-- source: cpu.cpp with and without its __builtin_prefetch, 3 runs in turns, best of 60 each, an AMD EPYC with two cores -->
 #
 # The line of torch's own attention concerns a question of chapter 01: why did attention
@@ -885,12 +885,14 @@ steps = {size: a_step([1024] * 8, size) for size in SIZES}
 sweep = {}
 for name, attend in {fast: attend_fast, "gather": gather.attend}.items():
     best = in_turns({size: lambda s=s, attend=attend: attend(*s, scaling=scaling)
-                     for size, s in steps.items()}, rounds=10)
+                     for size, s in steps.items()}, rounds=15)
     sweep[name] = [(i, t / min(best.values())) for i, t in enumerate(best.values())]
     print(f"{name:7}", "  ".join(f"{SIZES[i]}: {ratio:.2f}" for i, ratio in sweep[name]))
 
 # %% sweep-figure tags=["nbval-ignore-output"]
-card, drawn = gantt.curves(
+from minikv.viz.gantt import curves
+
+card, drawn = curves(
     sweep,
     title="One decode step's attention, each line relative to its own best",
     xlabel="block size, tokens",
