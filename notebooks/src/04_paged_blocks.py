@@ -353,9 +353,9 @@ card
 
 # %% [markdown]
 # In chapter 02 each row lay in one piece. Now its blocks lie apart, and a later block may
-# come first in memory. (The empty blocks of A and B are held already: a static batch
-# takes the slots of its whole rectangle at once.) Another request has just left three
-# holes. For the next request, three holes are as good as three blocks in a row.
+# come first in memory. (A and B hold some empty blocks, because a static batch takes the
+# slots of its whole rectangle at once.) Another request has just left three holes. For
+# the next request, three holes are as good as three blocks in a row.
 #
 # The padding is still there. It comes from the rectangle, not from the memory.
 # Iteration-level scheduling has no rectangle, so from here on we use it again.
@@ -456,8 +456,8 @@ print(f"{extents.memory.num_slots:,} slots in extents, "
 # | refused | requests that found no room at their first attempt, at the head of the queue |
 # | enough | those of them for which the free slots were enough in sum |
 # | running | requests in a step, mean |
-# | TTFT p50, p99 | time to the first token: median, and 99th percentile <!-- source: definition --> |
-# | ITL p99 | time between two tokens of a request: 99th percentile <!-- source: definition --> |
+# | TTFT p50, p99 | time to the first token: median, and 99th percentile |
+# | ITL p99 | time between two tokens of a request: 99th percentile |
 # | preempted | how often a running request had to give its blocks away |
 
 # %% show-row
@@ -538,8 +538,7 @@ print(f"compaction's copies are charged to the steps: {copying:.2%} of the time"
 # free. And two requests can share a block.
 #
 # Now the case of chapter 03. Some requests were refused while at least 40% of the pool
-# was free and enough in sum. <!-- source: the threshold in the next cell --> We take the
-# one of them that waited longest:
+# was free and enough in sum. We take the one of them that waited longest:
 
 # %% the-case
 def wait(run, refusal):
@@ -548,6 +547,7 @@ def wait(run, refusal):
 
 refusals = extents.memory.refusals
 much = [r for r in refusals if enough(r) and r.free_slots >= 0.4 * NUM_SLOTS]
+print(f"refused with 40% free and enough: {len(much)} requests")
 case = max(much, key=lambda refusal: wait(extents, refusal))
 [(NAME, needed)] = case.waiting
 print(f"{NAME} needs {needed:,} slots. {case.free_slots:,} were free, "
@@ -756,11 +756,11 @@ for policy in FIG13_PAPER["sharegpt"]:
     print(f"{policy:16}{roofline:12}{more:28}")
 
 # %% [markdown]
-# The first three rows hardly depend on the model. Their queues grow without end, so
-# memory sets the number. The paged run has no queue left: it serves all requests that
-# come. How many are there at once then follows Little's law: it is the rate of arrival
-# times the time that each request stays. If steps took twice as long, there would be
-# more.
+# The first three rows hardly depend on the model of the step's time. Their queues grow
+# without end, so memory sets the number. The paged run has no queue left: it serves all
+# requests that come. How many are there at once then follows Little's law: it is the rate
+# of arrival times the time that each request stays. If steps took twice as long, there
+# would be more.
 #
 # So read the last line of the first table with care. The roofline gives far fewer
 # requests than the paper. With 0.30 ms more per request it comes close. But these 0.30 ms

@@ -440,7 +440,7 @@ print(f"sums and mixtures added:          {added:.4f}")
 print(f"all at once:                      {whole:.4f}")
 
 # %% [markdown]
-# Neither is right. The first way gives both blocks the same say, though nearly all the
+# Neither is right. The first way gives both blocks the same say, though most of the
 # weight is in block 1. The second way adds numbers in different units: those of block 0
 # are relative to its largest score, 2, and those of block 1 to its own, 4. Both ways give
 # a plausible number, and no error.
@@ -594,8 +594,9 @@ for poison, backend in ((nan, gather), (nan, online), (1e4, gather), (1e4, onlin
 # ## 5. Which slots a query may read
 #
 # A decode step has one query per request, and this query reads all that is written. A
-# chunk of a prompt has several queries, on top of what earlier chunks wrote. We give the
-# engine A's seven tokens, at most four in a step.
+# long prompt is computed in chunks, over several steps (chapter 06). A chunk has several
+# queries, on top of what earlier chunks wrote. We give the engine A's seven tokens, and
+# allow four tokens in a step.
 #
 # The package's gather puts requests that one product can serve into a group. The `bias`
 # of the group is added to the scores. It is 0 where a query may read a slot (printed as
@@ -697,8 +698,8 @@ excerpt("model/kernels/cpu.cpp", "const int run_end", "use(t, row);")
 #   table, so it asks for the next block early.
 # - `use` does the arithmetic on one row: a score from a key, or a value times its weight.
 #
-# The kernel works in tiles of up to 64 slots. From tile to tile it does what section 3
-# did: it shrinks the sums so far only if the tile brought a larger score.
+# The kernel works in *tiles*, pieces of up to 64 slots. From tile to tile it does what
+# section 3 did. It shrinks the sums so far only if the new tile brought a larger score.
 # <!-- source: TILE in cpu.cpp -->
 
 # %% show-shrink
@@ -794,9 +795,9 @@ print(f"{scattered / single - 1:+.0%} against one block per request")
 #   Neighbouring slots ask for the same entry, and that is one access to memory.
 # - The kernel cannot cut off a tail, since its shapes are fixed when it is compiled. It
 #   loads with a **mask**. What is masked comes as 0, whatever lies there.
-# - The kernel uses `exp2` instead of `exp`, since the hardware has powers of two. As e^x
-#   = 2^(x · log2 e), the factor log2 e is put into the scale of the scores,
-#   `score_scale`, once.
+# - The kernel uses `exp2` instead of `exp`, since the hardware has powers of two. As
+#   `e^x = 2^(x · log2 e)`, the factor `log2 e` is put once into the scale of the scores,
+#   `score_scale`.
 #
 # First, what comes before the loop:
 
