@@ -247,12 +247,13 @@ card
 # compare the rule with what is needed, and print the steps in which the two differ:
 
 # %% wrong-rule
+print("blocks that writing a token needs, and blocks that a request has by the rule:")
 for prompt in (3, 4, 5):
     blocks = -(-prompt // SIZE)
     for known in range(prompt + 1, prompt + 5):  # a step computes the token before it
         blocks, needed = blocks + (known % SIZE == 0), -(-known // SIZE)
         if blocks != needed:
-            print(f"prompt of {prompt}: token {known - 1} needs {needed}, rule: {blocks}")
+            print(f"prompt of {prompt}: token {known - 1} needs {needed}, it has {blocks}")
 
 # %% [markdown]
 # After a prompt of 3 or 5 tokens the rule takes a block one step too early. After a
@@ -771,11 +772,12 @@ for policy in FIG13_PAPER["sharegpt"]:
 
 # %% alpaca
 paper = FIG13_PAPER["alpaca"]["paged"]
+print(f"Alpaca, 30 requests/s, paged. Requests in a step, mean; the paper has {paper}:")
 for name, overhead in FIG13_MODELS.items():
     how = {"duration_s": 300, "warmup_s": 100, "step_time": paper_step_time(**overhead)}
     run = paper_run("paged", workload=alpaca(rate=30.0), **how)
     off = run.mean_batched / paper - 1
-    print(f"{name:32}{run.mean_batched:6.1f} in a step; paper: {paper} ({off:+.0%})")
+    print(f"{name:32}{run.mean_batched:7.1f}, {off:+.0%} from the paper")
 
 # %% [markdown]
 # It does come close. That makes 0.30 ms of work per request and step plausible for an

@@ -275,9 +275,9 @@ print("written:", int(metadata.seq_lens.sum()), "slots; copied:", len(blocks) * 
 print(f"predicted {predicted:,} bytes, copied {copied:,}, in every step")
 
 # %% [markdown]
-# These numbers are small. But the rule scales. We apply it to sixteen requests in a
-# decode step. First all have the same length. Then there is one long conversation among
-# short ones:
+# These numbers are small, but a server has more requests, and longer ones. We compute the
+# same for sixteen requests in a decode step. First all have the same length. Then there
+# is one long conversation among short ones:
 
 # %% ragged
 layers_bytes = bytes_per_slot * spec.num_layers
