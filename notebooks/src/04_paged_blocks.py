@@ -253,7 +253,7 @@ for prompt in (3, 4, 5):
     for known in range(prompt + 1, prompt + 5):  # a step computes the token before it
         blocks, needed = blocks + (known % SIZE == 0), -(-known // SIZE)
         if blocks != needed:
-            print(f"prompt of {prompt}: token {known - 1} needs {needed}, it has {blocks}")
+            print(f"prompt of {prompt}: token {known - 1} needs {needed}, has {blocks}")
 
 # %% [markdown]
 # After a prompt of 3 or 5 tokens the rule takes a block one step too early. After a
@@ -989,13 +989,14 @@ card
 #
 # ## What this does not show
 #
-# - The seconds in sections 4 to 6 come from a step-time model. That no request is refused
-#   for want of a gap does not. It follows from the tables.
+# - The seconds in sections 4 to 6 come from a step-time model. But it does not take a
+#   model to see that no request is refused for want of a gap: this follows from the
+#   tables.
 # - Reading through a table costs something, and the simulator leaves it out. Chapter 05
 #   measures it.
 # - `ClaimAll` and `exact` know the length of each answer, and no server does. We use them
 #   to change one thing at a time.
-# - We used one seed, and an hour of traffic or less. The traffic is made up, as in
+# - We used one seed, and twenty minutes of traffic or less. The traffic is made up, as in
 #   chapter 03.
 # - The identical answers are those of four prompts in `float32`. The engine's tests ask
 #   many more.
