@@ -29,8 +29,9 @@ class ContiguousKVCacheManager(KVCacheManager):
     "double" and "grow" know no length. "double" takes the whole known prompt even where only a
     chunk of it is computed now: the rest is sure to come, and would be the first thing to move.
     An extent that is outgrown is extended in place where the blocks behind it are free; else the
-    request is relocated. No policy takes more than a request may ever need room for, so that each
-    request fits which needs no more than max_slots_per_request.
+    request is relocated. What a policy asks for is cut to max_slots_per_request, so that each
+    request fits which needs no more than that. ("max", "pow2" and "double" may still ask for more
+    than a request will need.)
 
     fit: which free extent is taken, see minikv.kv_cache.extents.
     allocator: the free extents. A table is all that the allocator gave, its rounding included.

@@ -1,7 +1,8 @@
 """Which free extent to cut: first, best, next and worst fit; and how fragmented the rest is.
 
 These four join neighbours that are free (coalescing; Knuth, TAOCP vol. 1, section 2.5) and differ
-in one line, the choice. The buddy system, beside them in FITS, is in a file of its own. The
+in `_choose`, and in what they keep for it: next fit a cursor, best and worst fit the free extents
+in order of their size. The buddy system, beside them in FITS, is in a file of its own. The
 measures at the end say how far apart free memory and usable memory are.
 """
 
