@@ -212,7 +212,7 @@ card
 # ## 2. An hour of traffic
 #
 # Back to the service. The next figure shows the minute around the case. Each band is a request, and
-# lasts as long as the request holds its slots. The waiting document is in colour. The marks above are
+# lasts as long as the request holds its slots. The document of our case is in colour. The marks above are
 # refusals; a black mark is a refusal where the free slots were enough in sum.
 
 # %% minute
@@ -234,8 +234,8 @@ print(f"at most {max(drawn['free']):.0%} of the pool is free in this minute")
 card
 
 # %% [markdown]
-# The free memory climbs, and the largest gap does not follow. Each mark shows how much a refused
-# request needed. The marks between the two lines are our case: by the upper line there is room for the
+# The free memory climbs, and the largest gap stays far behind it. The height of a mark is what a
+# refused request needed. The marks between the two lines are our case: by the upper line there is room for the
 # request, by the lower line there is none. (A mark has the moment of its refusal, while the lines are
 # read once a second. So a filled mark can lie below both.) Near the right end most of the pool is free,
 # and the next document still waits. (`viz.memory_player(minute)` plays these seconds.)
