@@ -508,11 +508,26 @@ def test_check_finds_what_was_changed_in_a_source(tmp_path):
     assert "solutions/01_slots: cell 'ex-1-1' differs from its source in its source" in problems
 
 
+SEVEN = "\n".join(map(str, range(1, 8)))
+
+
+@pytest.mark.parametrize(("num_long", "said"), [(1, 0), (2, 1)])
+def test_the_median_cell_is_short(tmp_path, num_long, said):
+    text = "# %% a\n1\n\n# %% b\n1\n\n# %% c\n1\n\n"
+    text += "".join(f"# %% long-{i}\n\n{SEVEN}\n8\n\n" for i in range(2 + num_long))
+    notebook = read_source(write_source(tmp_path, text, "02_long.py", "notebooks"))
+    problems = build._chapter_sizes(notebook)
+    assert problems == ["half of its code cells have 8 lines or more"] * said
+
+
 def test_check_measures_cells_chapters_and_prose(tmp_path):
     root = tmp_path
     lines = "\n".join("x = 1" for _ in range(41))
-    text = f"# %% [markdown]\n# {'word ' * 3001}\n\n# %% long\n{lines}\n\n"
-    text += "".join(f"# %% c{i}\n1\n\n" for i in range(90))
+    text = f"# %% [markdown]\n# {'word ' * 3601}\n\n# %% long\n{lines}\n\n"
+    text += "".join(f"# %% c{i}\n{SEVEN}\n\n" for i in range(50))
+    text += "".join(f"# %% d{i}\n{SEVEN}\n8\n\n" for i in range(50))
+    text += f"# %% wide\n{'x' * 90}\n{'x' * 91}\n\n"
+    text += f'# %% folded jupyter={{"source_hidden": true}}\n{"y" * 99}\n\n'
     text += "# %% later\nfrom minikv import PagedKVCacheManager\n\n# %% silly tags=['x']\n%time 1\n"
     text += '# %% calm tags=["raises-exception"]\n2\n'
     path = write_source(root, text, "02_big.py", "notebooks")
@@ -528,12 +543,14 @@ def test_check_measures_cells_chapters_and_prose(tmp_path):
     said = "\n".join(check_course(root))
     for problem in (
         "cell 'long' has 41 lines, over 40",
-        "95 cells, over 90",
-        "3001 words, over 3000",
+        "cell 'wide' has 91 columns, over 90",
+        "107 cells, over 100",
+        "3601 words, over 3600",
         "minikv.PagedKVCacheManager belongs to chapter 04, used in chapter 02",
         "cell 'calm' is tagged raises-exception but raised nothing",
     ):
         assert f"notebooks/02_big: {problem}" in said
+    assert said.count("columns, over") == 1 and "half of its code cells" not in said
 
 
 def test_check_wants_checks_to_print_and_exercises_to_be_current(tmp_path):

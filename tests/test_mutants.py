@@ -208,6 +208,8 @@ test_scheduler.test_a_prompt_of_two_tokens_shares_one
 test_scheduler.test_a_late_abort_does_not_hit_the_next_bearer_of_the_name
     Scheduler.finish: without if not self.is_unfinished(request):
     Scheduler.finish: without return []
+test_scheduler.test_observers_hear_of_who_waits_and_gets_no_room
+    Scheduler._admit: without self._refused(request, num_new_tokens)
 """)
 
 # No caller who keeps to the contract can tell these from the original.

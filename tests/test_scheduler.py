@@ -92,6 +92,13 @@ def test_a_waiting_request_is_not_overtaken_when_it_gets_no_room():
     assert steps_of(core) == ["a:3", "a:1", "b:5 c:1"]
 
 
+def test_observers_hear_of_who_waits_and_gets_no_room():
+    core, heard = core_with(new("a", 4), new("b", 5), manager=MinimalManager(4, 2)), []
+    core.scheduler.refusal_observers.append(lambda *refusal: heard.append(refusal))
+    core.step()
+    assert [(request.request_id, n) for request, n in heard] == [("b", 5)]
+
+
 def test_at_most_max_num_seqs_run_and_who_is_done_leaves_at_once():
     core = core_with(
         new("a", 3, max_tokens=2), new("b", 3, max_tokens=3), new("c", 3, max_tokens=2),

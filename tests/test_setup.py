@@ -410,8 +410,12 @@ def test_fresh_runs_both_commands_in_a_copy_and_stops_at_the_first_that_fails(
     monkeypatch.setattr(fresh, "run", run)
     monkeypatch.setattr(fresh.shutil, "which", lambda name: None)  # no make, as on Windows
     monkeypatch.setattr(fresh.Path, "home", lambda: tmp_path)
-    assert fresh.main([]) == 3
+    assert fresh.main(["--long"]) == 3
     assert ran == [(["lab", "--check"], ["README.md"], []), (["minikv", "test"], ["README.md"], [])]
+    statuses[:] = [0, 0, 0]
+    for argv, last in (([], ["minikv", "test"]), (["--long"], ["test", "--long"])):
+        ran.clear()
+        assert fresh.main(argv) == 0 and ran[-1][0] == last
 
 
 # --- the doctor --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ changes only where something changed. A failing cell stops the build and leaves 
 import argparse
 import sys
 from pathlib import Path
+from statistics import median
 
 from minikv.classroom import arc, prose, shown
 from minikv.classroom.cells import role_of
@@ -32,8 +33,10 @@ from minikv.classroom.files import (
 from minikv.classroom.source import exercise_from, read_source
 
 MAX_CODE_LINES = 40
-MAX_CELLS = 90
-MAX_WORDS = 3000
+MAX_COLUMNS = 90  # of code that a reader sees: more scrolls sideways on a laptop
+MEDIAN_LINES = 8  # a chapter's median code cell is shorter
+MAX_CELLS = 100
+MAX_WORDS = 3600
 
 
 def build_chapter(root, name, force=False):
@@ -201,7 +204,14 @@ def _sizes(stored):
         lines = len(cell.source.splitlines())
         if cell.cell_type == "code" and lines > MAX_CODE_LINES:
             problems.append(f"cell {cell.id!r} has {lines} lines, over {MAX_CODE_LINES}")
+        columns = max(map(len, cell.source.splitlines()), default=0)
+        if cell.cell_type == "code" and not _is_folded(cell) and columns > MAX_COLUMNS:
+            problems.append(f"cell {cell.id!r} has {columns} columns, over {MAX_COLUMNS}")
     return problems
+
+
+def _is_folded(cell):
+    return cell.metadata.get("jupyter", {}).get("source_hidden", False)
 
 
 def _names(stored, name):
@@ -228,6 +238,13 @@ def _chapter_sizes(stored):
         problems.append(f"{len(stored.cells)} cells, over {MAX_CELLS}")
     if words > MAX_WORDS:
         problems.append(f"{words} words, over {MAX_WORDS}")
+    lengths = [
+        sum(bool(line.strip()) for line in cell.source.splitlines())
+        for cell in stored.cells
+        if cell.cell_type == "code"
+    ]
+    if lengths and median(lengths) >= MEDIAN_LINES:
+        problems.append(f"half of its code cells have {median(lengths):g} lines or more")
     return problems
 
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Exercises of chapter 01: one token at a time
 #
-# Six exercises, about 45 minutes. They can be done in any order.
+# Six exercises, about 75 minutes. They can be done in any order.
 #
 # **How it goes.** Each exercise has a cell to fill in and, below it, a check. Replace the `raise`
 # line by your code, run the cell, run the check. The last line of a check that passes says *passed*.
@@ -9,7 +9,9 @@
 # it. Your functions may print; nobody minds.
 # `python -m minikv check 01` in a terminal checks the whole notebook.
 #
-# Run the cells above exercise 1.1 first, in one go. From then on each exercise stands by itself.
+# Run the setup cell first. From then on each exercise stands by itself: its own cells, from its title
+# to its check, are all it needs. Among them are folded ones, which JupyterLab shows as dots: they
+# serve the check. Run them, too; read them only if you are curious.
 #
 # **Hints** come in three steps, each folded: a nudge, the rule that decides the matter, an
 # outline of the code. Open as few as you need.
@@ -29,6 +31,7 @@
 import math
 import random
 import re
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -37,554 +40,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from minikv import OutOfKVMemory
+from minikv.classroom.harness.bounds import Delegated, Endless, bounded
+from minikv.classroom.harness.namespace import begin, lent, ours
+from minikv.classroom.harness.values import numbers, same
+from minikv.classroom.harness.verdicts import ask, check, explain, factors, once, told
 from minikv.model.loader import load
 from minikv.specs import GPUS
 
-# A random decoder of a million parameters: its text means nothing, but it depends on every token.
+# A random decoder of a million parameters: its text means nothing, but depends on every token.
 model, _, spec = load("tiny", dtype="float32", device="cpu")
-
-# %% [markdown]
-# The cells from here to exercise 1.1 serve the checks. JupyterLab shows them folded, as dots. Run
-# them, too; read them only if you are curious.
-
-# %% require-number jupyter={"source_hidden": true}
-def require_number(value, name):
-    """`value` as a float; says what is wrong with it otherwise."""
-    assert value is not None, f"{name} returned None: is its `return` missing?"
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = math.nan
-    assert math.isfinite(number), f"{name} must return one number, not {value!r:.80}"
-    return number
-
-# %% explain jupyter={"source_hidden": true}
-def together(wanted, slips, most=2):
-    """{what to say: wrong answer} for each slip and each pair; slips: {what to say: factor}."""
-    return {
-        " And: ".join(names): wanted * math.prod(slips[name] for name in names)
-        for count in range(1, most + 1)
-        for names in combinations(slips, count)
-    }
-
-
-def explain(cases, tolerance=0.0):
-    """Raises unless every case is right, and names the slip if one explains what all cases gave.
-
-    cases: (what was asked, got, wanted, {what to say: wrong answer}), smallest first.
-    """
-
-    def same(number, other):
-        return abs(number - other) <= max(tolerance, 1e-9 * abs(other))
-
-    def text(number):
-        return f"{number:,.0f}" if number == round(number) else f"{number:,.6g}"
-
-    wrong = [case for case in cases if not same(case[1], case[2])]
-    if not wrong:
-        return
-    asked, got, wanted, slips = wrong[0]
-    seen = f"{asked}\nYou returned {text(got)}; counted: {text(wanted)}."
-    for slip in slips:
-        if all(same(got, slips[slip]) for _, got, _, slips in cases):
-            raise AssertionError(f"{slip}\n{seen}")
-    raise AssertionError(f"{len(wrong)} of {len(cases)} cases came out wrong. The smallest:\n{seen}")
-
-# %% count-1-1 jupyter={"source_hidden": true}
-DTYPES = {32: torch.float32, 16: torch.bfloat16, 8: torch.float8_e4m3fn}
-
-
-def counted_kv_bytes(config, num_tokens, bits_per_value):
-    shape = {key: value for key, value in config.items() if key != "dtype"}
-    with torch.device("meta"):
-        llama = LlamaForCausalLM(LlamaConfig(vocab_size=8, intermediate_size=8, **shape))
-        cache = DynamicCache(config=llama.config)
-        llama(torch.zeros(1, num_tokens, dtype=torch.long), None, None, cache)
-    kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum(tensor.to(DTYPES[bits_per_value]).nbytes for tensor in kept)
-
-
-def slips_1_1(config, num_tokens, bits):
-    """The usual slips, each with the factor by which its answer is off."""
-    q = config["num_attention_heads"]
-    kv = config.get("num_key_value_heads", q)
-    narrow = config["hidden_size"] / q
-    slips = {
-        "The query heads were counted; K and V exist once per kv head.": q / kv,
-        "Only one of K and V was counted; a token keeps both.": 1 / 2,
-        "Bits are not bytes: a byte is 8 of them.": 8,
-        "head_dim was taken from hidden_size, but this config gives its own.":
-            narrow / config.get("head_dim", narrow),
-        "The width of the weights was used; the cache has its own.":
-            {"float32": 32, "bfloat16": 16}[config["dtype"]] / bits,
-        "Two bytes per value were taken for granted; bits_per_value says how many.": 16 / bits,
-        "One layer was counted; every layer keeps K and V.": 1 / config["num_hidden_layers"],
-        "One token was counted, whatever num_tokens says.": 1 / num_tokens,
-        "One kv head was counted; every kv head has its K and V.": 1 / kv,
-        "Where num_key_value_heads is absent one kv head was taken; then every query head has its "
-        "own.": 1 / kv if "num_key_value_heads" not in config else 1,
-        "One token is missing: all num_tokens are in the cache here.": 1 - 1 / num_tokens,
-    }  # fmt: skip
-    units = {"KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
-    return slips | {f"That is in {unit}; bytes were asked for.": 1 / u for unit, u in units.items()}
-
-# %% session jupyter={"source_hidden": true}
-ROW_0 = "The next token was read off row 0; what follows the newest token stands in the last row."
-NO_SUCH = "There is no token {}: take the argmax of the last row of the logits, not of all rows."
-
-
-class Session:
-    """The model with a cache of its own. It writes down what is run, for the check to read."""
-
-    def __init__(self, limit=1000):
-        self.cache, self.limit = DynamicCache(config=model.config), limit
-        self.token_ids, self.positions, self.calls = [], [], 0  # of all calls, in order
-        self.first_rows = {}  # number of tokens run -> best token of the call's first row
-
-    def __call__(self, token_ids, positions):
-        tokens, at = (
-            torch.as_tensor(x if hasattr(x, "__index__") else list(x)).reshape(-1).long()
-            for x in (token_ids, positions)
-        )
-        assert len(tokens), (
-            "The session was called without tokens. The token just sampled has no K and V yet: "
-            "num_computed_tokens does not count it, and it is the one to run now."
-        )
-        assert len(tokens) == len(at), f"{len(tokens)} tokens were run at {len(at)} positions."
-        assert 0 <= min(tokens) <= max(tokens) < spec.vocab_size, NO_SUCH.format(max(tokens))
-        self.calls += 1
-        self.token_ids += tokens.tolist()
-        self.positions += at.tolist()
-        assert len(self.token_ids) < self.limit, (
-            f"{len(self.token_ids)} tokens were run and the loop goes on: does it ever stop?"
-        )
-        logits = model(tokens[None], None, at[None], self.cache).logits[0]
-        self.first_rows[len(self.token_ids)] = int(logits[0].argmax())
-        return logits
-
-# %% telling-prompt jupyter={"source_hidden": true}
-def telling_prompt(rng, P):
-    """A prompt whose first row, and whose rows all together, suggest another token than the last."""
-    while True:
-        prompt = [rng.randrange(256) for _ in range(P)]
-        logits = model(torch.tensor([prompt])).logits[0]
-        first, last = logits[0].argmax(), logits[-1].argmax()
-        if P == 1 or (first != last and logits.argmax() >= spec.vocab_size):
-            return prompt
-
-# %% judge-1-2 jupyter={"source_hidden": true}
-def judge_loop(prompt, wanted, got, session):
-    """Says how a loop went wrong, from what it returned and what it ran."""
-    known, ran, at = prompt + wanted, session.token_ids, session.positions
-    P, n = len(prompt), len(wanted)
-    case = f"Prompt {prompt}, output tokens: {n}."
-    assert ran, "The session was never called; running on its cache is what this loop is about."
-    for i, (token, position) in enumerate(zip(ran, at, strict=True)):
-        if (i, token, position) == (P + n - 1, known[i], i):
-            raise AssertionError(
-                f"One forward pass too many: the last output token was run too, and nobody asks "
-                f"what follows it.\n{case} {len(ran)} tokens were run, {P + n - 1} are needed."
-            )
-        if (token, position) == (known[i], i):
-            continue
-        seen = "\n".join((
-            case, f"  run so far    {ran[: i + 1]}", f"  at positions  {at[: i + 1]}",
-            f"  should be     {known[: i + 1]}", f"  at positions  {list(range(i + 1))}",
-        ))  # fmt: skip
-        said = f"The token at index {i} of the sequence was not run as it should be."
-        if position == i + 1 and token == known[i]:
-            said = f"A position is one too high: of {i + 1} tokens the newest stands at num_tokens - 1, not at num_tokens."
-        elif i >= P and ran[i : i + P] == prompt and at[i : i + P] == at[:P]:
-            said = "The prompt was run again, though the cache holds its K and V already."
-        elif i >= P and token == known[i] and position == i - P:
-            said = "The positions start over at 0 after the prompt; they count the whole sequence."
-        elif token == known[i]:
-            said = f"A token ran at position {position}; it stands at {i}."
-        elif position < i and token == known[position]:
-            said = "A token was run a second time: the cache now holds its K and V twice."
-        elif i >= P and token == session.first_rows.get(i):
-            said = ROW_0
-        raise AssertionError(f"{said}\n{seen}")
-    assert got != known, f"The prompt itself was returned as well; only the output is asked for.\n{case} {got}"
-    said = f"{case} You returned {got}, without a cache it is {wanted}."
-    assert len(got) == n, f"Output tokens returned: {len(got)}; {n} asked for.\n{said}"
-    assert max(got) < spec.vocab_size, f"{NO_SUCH.format(max(got))}\n{said}"
-    assert got[0] != session.first_rows.get(P) or got == wanted, f"{ROW_0}\n{said}"
-    assert got == wanted, f"The right tokens were run, but others were returned.\n{said}"
-    said = "Each output token needs a call of its own, whose logits choose it. Calls of the session:"
-    assert session.calls >= n, f"{said} {session.calls}. Did a loop without a cache choose?\n{case}"
-
-# %% count-1-2 jupyter={"source_hidden": true}
-def count_reads(P, n):
-    """Runs a prefill and n - 1 decode steps; what each decode step read, from the cache itself."""
-    session, reads = Session(limit=10**6), []
-    session([1] * P, range(P))
-    for _ in range(n - 1):
-        held = session.cache.get_seq_length()
-        session([1], [held])
-        reads.append(session.cache.get_seq_length())
-    return reads
-
-
-def slips_1_2(P, n, reads):
-    """The usual slips, each with its answer."""
-    total, ends = sum(reads), (reads or [0])[-1]
-    o1 = "as if a cache made decoding O(1). It saves computing K and V again, not reading them."
-    return {
-        f"That is one read per step, {o1}": len(reads),
-        f"That is one read per output token, {o1}": n,
-        "The cache grows: output tokens are read as well as the prompt's.": len(reads) * P,
-        "A step reads more than the prompt, and the first output token needs no step.": n * P,
-        "The prompt's K and V are read as well, in every step.": total - len(reads) * P,
-        "A step too many: the first output token comes out of the prefill.": total + P + n,
-        "A new token reads its own K and V, too: they are written first.": total - len(reads),
-        "That is the prompt's length too much: the prefill was counted, or a step that reads the "
-        "prompt alone. The first decode step reads its own token as well.": total + P,
-        "The prefill (each token up to itself) is not counted here.": total + P * (P + 1) // 2,
-        "That is what the last step reads; all steps together are asked for.": ends,
-        "K and V of one token are one token, not two.": 2 * total,
-        "Tokens read are asked for, not tokens run.": P + n - 1,
-        "One layer is asked for; all layers of this model were counted.": spec.num_layers * total,
-        "One layer is asked for; all layers of SmolLM2 were counted.": 30 * total,
-    }
-
-# %% judge-1-3 jupyter={"source_hidden": true}
-def who_sees_whom(num_tokens):
-    """[num_tokens, num_tokens] bool, found by changing one token at a time."""
-    token_ids = torch.arange(num_tokens) * 7 % 251
-    changed = (token_ids + 100 * torch.eye(num_tokens, dtype=torch.long)) % 256
-    moved = model(changed).logits - model(token_ids[None]).logits
-    return (moved.abs().amax(-1) > 1e-3).T
-
-
-def require_chunk(result, c, new):
-    """(positions as a list, mask) if their types and shapes are right, for c computed tokens."""
-    asked = f"Computed: {c}; new: {new}."
-    try:
-        positions, mask = (torch.as_tensor(part) for part in tuple(result))
-    except (TypeError, ValueError, RuntimeError):
-        said = f"chunk_inputs must return (positions, mask), two tensors, not {result!r:.80}"
-        raise AssertionError(said) from None
-    assert mask.ndim == 2 or positions.ndim != 2, "Return positions first, then the mask."
-    assert mask.dtype == torch.bool, (
-        f"The mask must hold True and False, yours is {mask.dtype}; numbers would be added to the "
-        "attention scores."
-    )
-    shape, wanted, all_tokens = tuple(mask.shape), (new, c + new), c + new
-    said = "The mask has another shape."
-    if shape == (new, new):
-        said = "The mask has no columns for the keys that are in the cache."
-    elif shape == (all_tokens, all_tokens):
-        said = "Only new tokens ask: the computed ones have no rows."
-    elif shape == (all_tokens, new):
-        said = "Rows are the new tokens (they ask), columns the keys; here it is the other way round."
-    assert shape == wanted, f"{said}\n{asked} Mask {shape}, should be {wanted}."
-    positions = positions.reshape(-1).tolist()
-    assert len(positions) == new, (
-        f"One position per new token, please.\n{asked} You returned {positions}."
-    )
-    whole = all(isinstance(p, int) and not isinstance(p, bool) for p in positions)
-    assert whole, f"Positions are whole numbers, of an integer type.\n{asked} Yours: {positions}."
-    return positions, mask
-
-# %% judge-1-3-b jupyter={"source_hidden": true}
-def picture(c, mask, wanted):
-    """The two masks side by side; # may be seen, . may not. Of a large one the first wrong row."""
-    new, total = mask.shape
-    if total > 16:
-        i = int((mask != wanted).any(1).nonzero()[0])
-        wrong = (mask[i] != wanted[i]).nonzero().flatten().tolist()
-        which = f"key {wrong[0]}" if len(wrong) == 1 else f"{len(wrong)} keys, {wrong[0]} to {wrong[-1]}"
-        sees, should = ("does not see", "should") if wanted[i, wrong[0]] else ("sees", "should not")
-        return f"The token at position {c + i} {sees} {which}, and {should}."
-    lines = [f"{'':12}{'yours':{2 * total + 3}}should be"]
-    for i in range(new):
-        yours, right = (" ".join(".#"[int(x)] for x in m[i]) for m in (mask, wanted))
-        lines.append(f"position {c + i:<3}{yours}    {right}")
-    return "\n".join(lines)
-
-# %% judge-1-3-masks jupyter={"source_hidden": true}
-def wrong_masks(c, new, square):
-    """The usual wrong masks, as changes of the right one; square: who sees whom, without a cache."""
-    right, total = square[c:], c + new
-    later = torch.cat([square[c + 1 :], torch.ones(1, total, dtype=torch.bool)])
-    nothing = torch.zeros(1, total, dtype=torch.bool)
-    in_cache = (torch.arange(total) < c).expand(new, total)
-    return {
-        "The mask is drawn as if the cache were empty: the first new token stands at position "
-        f"{c}, and sees as far.": square[:new],
-        "Every new token sees all others of the chunk, also those that come after it.":
-            torch.ones_like(right),
-        "A token must see itself: its own K is written before anyone reads.":
-            torch.cat([nothing, square])[c : c + new],
-        "Every token sees one key too far, the one of the token after it.": later,
-        "True and False are the wrong way round: True means may see.": ~right,
-        "The new tokens do not see what is in the cache.": right & ~in_cache,
-        "The new tokens see the cache, but not each other.": right & in_cache,
-        "The triangle is turned over: a token sees itself and those that come later.":
-            ~torch.cat([nothing, square])[c : c + new],
-    }  # fmt: skip
-
-
-def wrong_positions(c, new):
-    return {
-        "Positions are one too high: the newest of num_tokens tokens stands at num_tokens - 1.":
-            [c + 1 + i for i in range(new)],
-        "Positions start over at 0 in the chunk; they count the whole sequence.": [*range(new)],
-        "All positions are the same; every new token has its own.": [c] * new,
-    }  # fmt: skip
-
-# %% judge-1-3-c jupyter={"source_hidden": true}
-def judge_chunks(answers):
-    """answers: [(computed, new, positions, mask)], smallest first. Names the slip of all of them."""
-    squares = {c + new: who_sees_whom(c + new) for c, new, _, _ in answers}
-    rights = [(list(range(c, c + new)), squares[c + new][c:]) for c, new, _, _ in answers]
-    for (c, new, got, _), (wanted, _) in zip(answers, rights, strict=True):
-        if got != wanted:
-            said = "The positions are wrong."
-            for slip in wrong_positions(0, 0):
-                if all(wrong_positions(a[0], a[1])[slip] == a[2] for a in answers):
-                    said = slip
-            raise AssertionError(
-                f"{said}\nComputed: {c}; new: {new}. Positions {got}, should be {wanted}"
-            )
-    for (c, new, _, mask), (_, wanted) in zip(answers, rights, strict=True):
-        if torch.equal(mask, wanted):
-            continue
-        said = "The mask is wrong."
-        found = [wrong_masks(c, new, squares[c + new]) for c, new, _, _ in answers]
-        for names in zip(*found, strict=True):  # the same slip of every case
-            slips = (masks[name] for masks, name in zip(found, names, strict=True))
-            if all(torch.equal(a[3], slip) for a, slip in zip(answers, slips, strict=True)):
-                said = names[[a[:2] for a in answers].index((c, new))]
-        raise AssertionError(
-            f"{said}\nComputed: {c}; new: {new}.\n{picture(c, mask, wanted)}"
-        )
-
-
-def rows_kept(token_ids, c, mask):
-    """Rows of a chunk after c tokens whose best next token is that of a run without a cache."""
-    cache, ids = DynamicCache(config=model.config), torch.tensor([token_ids])
-    model(ids[:, :c], None, None, cache)
-    at = torch.arange(c, len(token_ids))[None]
-    logits = model(ids[:, c:], mask[None, None], at, cache).logits[0]
-    return int((logits.argmax(-1) == model(ids).logits[0, c:].argmax(-1)).sum())
-
-# %% judge-1-4 jupyter={"source_hidden": true}
-def rows_of(first, new, heads, dim):
-    """k and v of the tokens from `first` on: noise, so that no two rows are alike."""
-    noise = torch.rand(2, 64, 4, 8, generator=torch.Generator().manual_seed(99))
-    k, v = noise[:, first : first + new, :heads, :dim].clone()
-    return k, v
-
-
-def read_slab(slab, empty):
-    """{(kind, head, slot): 'K2' of head 0, 'K2/1' of head 1, ...}; '--' as before, '??' no row."""
-    _, heads, slots, dim = slab.shape
-    names = {}
-    for kind, rows in zip("KV", rows_of(0, slots + 4, heads, dim), strict=True):
-        for token in range(slots + 4):
-            for h in range(heads):
-                names[tuple(rows[token, h].tolist())] = f"{kind}{token}" + (f"/{h}" if h else "")
-    found = {}
-    for i in range(2):
-        for h in range(heads):
-            for p in range(slots):
-                row = slab[i, h, p]
-                untouched = torch.equal(row, empty[i, h, p])
-                found[i, h, p] = "--" if untouched else names.get(tuple(row.tolist()), "??")
-    return found
-
-
-def placed(before, start, new, computed, kinds="KV"):
-    """`before` with the new tokens' rows from slot `start` on; kinds: what goes where."""
-    slots = max(p for _, _, p in before) + 1
-    after = dict(before)
-    for (i, h, p), _ in before.items():
-        if start <= p < min(start + new, slots) and kinds[i] != "-":
-            token = computed + p - start
-            after[i, h, p] = f"{kinds[i]}{token}" + (f"/{h}" if h else "")
-    return after
-
-# %% judge-1-4-b jupyter={"source_hidden": true}
-def draw(found, wanted):
-    """A row for each head, found above wanted."""
-    lines = []
-    for i, h in sorted({key[:2] for key in found}):
-        for name, slots in (("found", found), ("should be", wanted)):
-            row = "".join(f"{slots[key]:6}" for key in sorted(slots) if key[:2] == (i, h))
-            lines.append(f"{'KV'[i]}, head {h}  {name:11}{row}")
-    return "\n".join(lines)
-
-
-def judge_write(before, found, c, new):
-    """Compares the slab with what it should hold after `new` tokens were written behind c others."""
-    wanted = placed(before, c, new, c)
-    if found == wanted:
-        return
-    said = "The slab does not hold what it should."
-    inside = [key for key in found if c <= key[2] < c + new]
-    slips = {
-        "The slab that was passed in did not change. Assign to a slice of it; neither a new tensor "
-        "nor an empty slice reaches it.": before,
-        f"One slot too far: the new tokens start at position {c}; a slot was left empty.":
-            placed(before, c + 1, new, c),
-        "The first slots were written over; new tokens go behind those computed.":
-            placed(before, 0, new, c),
-        "K and V are in each other's place.": placed(before, c, new, c, "VK"),
-        "Only K was written; V has its half of the slab.": placed(before, c, new, c, "K-"),
-        "Only V was written; K has its half of the slab.": placed(before, c, new, c, "-V"),
-        "K was written into both halves.": placed(before, c, new, c, "KK"),
-    }  # fmt: skip
-    named = [slip for slip, slab in slips.items() if slab == found]
-    if named:
-        said = named[0]
-    elif any(found[key] != before[key] for key in found.keys() - set(inside)):
-        said = f"Slots outside {c} to {c + new - 1} have changed; they belong to others."
-    elif sorted(found[key] for key in inside) == sorted(wanted[key] for key in inside):
-        said = "Tokens and heads are mixed up: exchange dimensions with transpose; reshape only renames them."
-    raise AssertionError(f"{said}\nComputed: {c}; new: {new}.\n{draw(found, wanted)}")
-
-# %% judge-1-4-c jupyter={"source_hidden": true}
-def try_write(slab, empty, c, new):
-    """One write that fits, judged; returns the new count."""
-    _, heads, slots, dim = slab.shape
-    k, v = rows_of(c, new, heads, dim)
-    before, case = read_slab(slab, empty), f"Slots: {slots}; computed: {c}; new: {new}."
-    try:
-        got = write_kv(slab, c, k, v)
-    except NotImplementedError:  # not yet written
-        raise
-    except OutOfKVMemory as error:
-        numbers = set(map(int, re.findall(r"\d+", str(error))))
-        full = ": a slab may be exactly full" if c + new == slots else ""
-        if heads in numbers and slots not in numbers:
-            full = f": the slab's dimension 1 are its heads ({heads}), its dimension 2 the slots"
-        raise AssertionError(f"Refused, though it fits{full}. {case}") from None
-    except (RuntimeError, IndexError) as error:
-        raise AssertionError(
-            f"PyTorch refused: {error}\nCompare the order of dimensions: slab[0] is "
-            f"{list(slab[0].shape)} (heads, slots, head_dim), k is {list(k.shape)} (tokens, heads, "
-            f"head_dim). {case}"
-        ) from None
-    same = all(torch.equal(a, b) for a, b in zip((k, v), rows_of(c, new, heads, dim), strict=True))
-    assert same, "k or v was changed; they are only to be read."
-    judge_write(before, read_slab(slab, empty), c, new)
-    assert require_number(got, "write_kv") == c + new, (
-        f"write_kv returned {got}, but now {c + new} tokens have K and V. {case}"
-    )
-    return c + new
-
-# %% judge-1-4-d jupyter={"source_hidden": true}
-def try_overflow(slab, c, new):
-    """One write that does not fit: it must be refused by name, with the slab untouched."""
-    _, heads, slots, dim = slab.shape
-    before, case = slab.clone(), f"Slots: {slots}; computed: {c}; new: {new}."
-    try:
-        write_kv(slab, c, *rows_of(c, new, heads, dim))
-    except OutOfKVMemory as error:
-        numbers = list(map(int, re.findall(r"\d+", str(error))))
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        other = f"{type(error).__name__}: {error}"
-        raise AssertionError(f"Refuse by name, with OutOfKVMemory. {case}\nThis was {other}") from None
-    else:
-        raise AssertionError(f"What does not fit was taken without a word. {case}")
-    assert torch.equal(slab, before), f"Refused too late: a part had been written. {case}"
-    pairs = list(combinations(numbers, 2))  # in the order of the message
-    needed, there = f"the slots needed ({c + new})", f"those there are ({slots})"
-    if (c + new, slots) not in pairs and (new, slots - c) not in pairs:
-        said = f"The message must name {needed} and then {there}."
-        if (slots, c + new) in pairs:
-            said = f"The message names the two numbers in the wrong order: first {needed}, then {there}."
-        raise AssertionError(f"{said} {case}\nIt holds: {numbers}")
-
-# %% count-1-5 jupyter={"source_hidden": true}
-def counted_rows(peak_flops, bandwidth, bytes_per_value, in_features, out_features):
-    """Where the two times of a layer of this shape meet, by PyTorch's own count of operations."""
-    x = torch.empty(1, in_features, device="meta")
-    weight = torch.empty(out_features, in_features, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        linear(x, weight)
-    num_bytes = weight.to(DTYPES[8 * bytes_per_value]).nbytes
-    return (num_bytes / bandwidth) / (counter.get_total_flops() / peak_flops)
-
-
-def slips_1_5(wanted, peak_flops, bandwidth, size):
-    """The usual slips, each with its answer."""
-    flat = peak_flops / bandwidth
-    return {
-        "A multiplication and an addition are two operations; one was counted.": 2 * wanted,
-        "bytes_per_value is in bytes; it was taken for bits, or turned into them.": 8 * wanted,
-        "bytes_per_value is in bytes: it was taken for bits, or turned into them.": wanted / 8,
-        "That ignores bytes_per_value, and is right for one width only: for 2 bytes.": flat,
-        "That ignores bytes_per_value, and is right for one width only: for 1 byte.": flat / 2,
-        "Wider weights take longer to read, so they need more rows, not fewer.": flat / size / 2,
-        "Wider weights take longer to read: they need more rows, not fewer.": flat / size,
-        "Wider weights take longer to read. They need more rows, not fewer.": 2 * flat / size,
-        "Hardly a row: is a quotient upside down, or a unit lost?": 1 / wanted,
-    }
-
-# %% count-1-5-b jupyter={"source_hidden": true}
-def counted_intensity(q, kv, dim, num_tokens, num_seqs, size):
-    """By PyTorch's own count: queries of a group are stacked, so that K and V are read once."""
-    queries = torch.empty(num_seqs, kv, q // kv, dim, device="meta")
-    keys = torch.empty(num_seqs, kv, num_tokens, dim, device="meta")
-    values = torch.empty_like(keys)
-    with FlopCounterMode(display=False) as counter:
-        scores = queries @ keys.mT
-        scores @ values
-    dtype = DTYPES[8 * size]
-    return counter.get_total_flops() / (keys.to(dtype).nbytes + values.to(dtype).nbytes)
-
-
-def slips_1_5_b(q, kv, dim, num_tokens, num_seqs, size):
-    """The usual slips, each with the factor by which its answer is off."""
-    return {
-        "More sequences do not help: each brings K and V of its own to read, so operations and "
-        "bytes grow together.": num_seqs,
-        "A longer sequence does not help: it has more K and V to read.": num_tokens,
-        "As many heads were counted in the operations as in the bytes: every query head computes, "
-        "but a group shares the K and V of one kv head.": kv / q,
-        "Query heads and kv heads have changed places.": (kv / q) ** 2,
-        "Half of the operations are missing: two products, each with multiplications and "
-        "additions.": 1 / 2,
-        "Half of the bytes are missing: K and V are both read.": 2,
-        "Bits are not bytes: bytes_per_value needs no factor of 8.": 1 / 8,
-        "A value has bytes_per_value bytes; values were counted, not bytes.": size,
-        "The operations of one sequence were divided by the bytes of all.": 1 / num_seqs,
-        "head_dim is in both counts, and drops out.": dim,
-    }
-
-# %% helpers jupyter={"source_hidden": true}
-def kind(thing):
-    """What stays the same of a thing when the cell that makes it is run once more."""
-    return type(thing), getattr(thing, "__code__", None), getattr(thing, "__name__", None)
-
-
-NEEDED = """
-    math random re combinations torch linear FlopCounterMode DynamicCache LlamaConfig
-    LlamaForCausalLM OutOfKVMemory load GPUS model spec require_number together explain DTYPES
-    counted_kv_bytes slips_1_1 ROW_0 NO_SUCH Session telling_prompt judge_loop count_reads slips_1_2
-    who_sees_whom require_chunk picture wrong_masks wrong_positions judge_chunks rows_kept rows_of
-    read_slab placed draw judge_write try_write try_overflow counted_rows slips_1_5
-    counted_intensity slips_1_5_b
-"""
-HELPERS = {name: kind(globals()[name]) for name in NEEDED.split()}
-
-
-def require_helpers():
-    lost = [name for name, was in HELPERS.items() if kind(globals().get(name)) != was]
-    assert not lost, (
-        f"The checks need the name {', '.join(lost)}, and it was overwritten: give yours another. "
-        "Then run the cells above exercise 1.1 again."
-    )
+begin(globals())
 
 # %% [markdown]
 # ## Exercise 1.1: what a cache weighs
 #
-# *5 minutes, easy.*
+# *8 minutes, easy.*
 #
 # **From a model's configuration, compute how many bytes the K and V of `num_tokens` tokens take.**
 #
@@ -641,47 +111,111 @@ def kv_bytes(config, num_tokens, bits_per_value):
 # The check builds each model without its weights (PyTorch's `meta` device knows shapes only), runs
 # the tokens through it and counts the bytes of the tensors in transformers' own cache.
 
-# %% check-1-1
-require_helpers()
-rng, configs = random.Random(11), []
-for size in range(1, 9):
-    kv, group, dim = rng.randint(1, size), rng.randint(2, 3), 2 * rng.randint(1, size)
-    config = {"hidden_size": kv * group * (dim + 2 * rng.randint(1, 3)), "num_hidden_layers": size,
-              "num_attention_heads": kv * group, "num_key_value_heads": kv, "head_dim": dim,
-              "dtype": rng.choice(["float32", "bfloat16"])}  # fmt: skip
-    config.pop({3: "head_dim", 5: "num_key_value_heads"}.get(size), None)
-    configs.append((config, size + 1, rng.choice([8, 16, 32])))
-# Three models, from their config.json. head_dim is 128 in each, hidden_size / heads 128, 160, 64.
+# %% cases-1-1 jupyter={"source_hidden": true}
+@ours
+def counted_kv_bytes(config, num_tokens, bits_per_value):
+    if not num_tokens:
+        return 0
+    shape = {key: value for key, value in config.items() if key != "dtype"}
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(vocab_size=8, intermediate_size=8, **shape))
+        cache = DynamicCache(config=llama.config)
+        llama(torch.zeros(1, num_tokens, dtype=torch.long), None, None, cache)
+    kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    dtypes = {32: torch.float32, 16: torch.bfloat16, 8: torch.float8_e4m3fn}
+    return sum(tensor.to(dtypes[bits_per_value]).nbytes for tensor in kept)
+
+
+@ours
+def configs_1_1():
+    """(config, num_tokens, bits_per_value), smallest first; then three models by their names."""
+    rng = random.Random(11)
+    for size in range(1, 10):
+        kv, group, dim = rng.randint(1, size), rng.randint(2, 3), 2 * rng.randint(1, size)
+        config = {"hidden_size": kv * group * (dim + 2 * rng.randint(1, 3)),
+                  "num_hidden_layers": size, "num_attention_heads": kv * group,
+                  "num_key_value_heads": kv, "head_dim": dim,
+                  "dtype": rng.choice(["float32", "bfloat16"])}  # fmt: skip
+        absent = {3: ["head_dim"], 5: ["num_key_value_heads"],
+                  7: ["head_dim", "num_key_value_heads"], 8: ["head_dim"]}  # fmt: skip
+        for key in absent.get(size, []):
+            del config[key]
+        yield config, size + 1, rng.choice([8, 16, 32])
+    wide = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 160}
+    wide |= {"hidden_size": 4096, "num_hidden_layers": 70, "dtype": "bfloat16"}
+    yield wide, 1, 32
+    yield wide, 131072, 8
+    for num_tokens in (1, 32768):
+        for config in MODELS.values():
+            yield config, num_tokens, 16
+
+# %% models-1-1 jupyter={"source_hidden": true}
+# From their config.json. head_dim is 128 in each, hidden_size / heads 128, 160, 64.
 llama = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 llama |= {"hidden_size": 4096, "num_hidden_layers": 32, "dtype": "bfloat16"}
 nemo = llama | {"hidden_size": 5120, "num_hidden_layers": 40}
 qwen = llama | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
-models = {"Llama 3.1 8B": llama, "Mistral Nemo": nemo, "Qwen3 0.6B": qwen}
-configs += [(config, tokens, 16) for tokens in (1, 32768) for config in models.values()]
-cases = []
-for config, num_tokens, bits in configs:
-    absent = sorted({"head_dim", "num_key_value_heads"} - config.keys())
-    asked = f"kv_bytes(config, num_tokens={num_tokens}, bits_per_value={bits}), where config is\n"
-    asked += f"{config}" + "".join(f"\nNote: no {key}." for key in absent)
-    given = dict(config)
-    try:
-        got = require_number(kv_bytes(given, num_tokens, bits), "kv_bytes")
-    except KeyError as error:
-        which = f"This config has no {error}; the table lists the keys, and which may be absent."
-        raise AssertionError(f"{which}\n{asked}") from None
-    assert given == config, "kv_bytes changed the config that it was given."
-    wanted = counted_kv_bytes(config, num_tokens, bits)
-    slips = together(wanted, slips_1_1(config, num_tokens, bits))
-    cases.append((asked, got, wanted, slips))
-explain(cases)
-for name, (_, one, *_), (_, many, *_) in zip(models, cases[-6:-3], cases[-3:], strict=True):
-    print(f"{name:12}  {one:>9,.0f} bytes per token, {many / 2**30:.1f} GiB for 32,768 tokens")
-print("Exercise 1.1: passed")
+MODELS = {"Llama 3.1 8B": llama, "Mistral Nemo": nemo, "Qwen3 0.6B": qwen}
+
+# %% slips-1-1 jupyter={"source_hidden": true}
+QUERY_HEADS = "The query heads were counted; K and V exist once per kv head."
+ONE_HEAD = "One kv head was counted; every kv head has its K and V."
+
+
+@ours
+def slips_1_1(config, num_tokens, bits, wanted):
+    """The usual slips, alone and in pairs, each with its answer; below, the factor of each."""
+    q = config["num_attention_heads"]
+    kv = config.get("num_key_value_heads", q)
+    narrow, some = config["hidden_size"] / q, max(num_tokens, 1)
+    slips = {
+        QUERY_HEADS: q / kv,
+        "Those are the query heads that share a kv head, not the kv heads.": q / kv / kv,
+        "Only one of K and V was counted; a token keeps both.": 1 / 2,
+        "Bits are not bytes: a byte is 8 of them.": 8,
+        "head_dim was taken from hidden_size, but this config gives its own.":
+            narrow / config.get("head_dim", narrow),
+        "The width of the weights was used; the cache has its own.":
+            {"float32": 32, "bfloat16": 16}[config["dtype"]] / bits,
+        "Two bytes per value were taken for granted; bits_per_value says how many.": 16 / bits,
+        "One layer was counted; every layer keeps K and V.": 1 / config["num_hidden_layers"],
+        "One token was counted, whatever num_tokens says.": 1 / some,
+        ONE_HEAD: 1 / kv,
+        "Where num_key_value_heads is absent one kv head was taken; then every query head has its "
+        "own.": 1 / kv if "num_key_value_heads" not in config else 1,
+        "Where head_dim is absent, hidden_size is divided among the query heads, not the kv heads.":
+            q / kv if "head_dim" not in config else 1,
+        "One token is missing: all num_tokens are in the cache here.": 1 - 1 / some,
+    }  # fmt: skip
+    units = {"KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
+    slips |= {f"That is in {unit}; bytes were asked for.": 1 / u for unit, u in units.items()}
+    found = factors(wanted, slips)
+    del found[f"{QUERY_HEADS} And: {ONE_HEAD}"]  # that is the group's size
+    return found
+
+# %% check-1-1
+@check
+def exercise_1_1(kv_bytes):
+    cases = []
+    for config, num_tokens, bits in configs_1_1():
+        absent = sorted({"head_dim", "num_key_value_heads"} - config.keys())
+        asked = f"kv_bytes(config, num_tokens={num_tokens}, bits_per_value={bits}), where config is"
+        asked += f"\n{config}" + "".join(f"\nNote: no {key}." for key in absent)
+        value = ask(kv_bytes, dict(config), num_tokens, bits, asked=asked)
+        got = numbers(value, ["bytes"], "kv_bytes")["bytes"]
+        wanted = once(counted_kv_bytes, config, num_tokens, bits)
+        cases.append((asked, got, wanted, slips_1_1(config, num_tokens, bits, wanted)))
+    explain(cases)
+    each = [case[1] for case in cases[-6:]]
+    for name, one, many in zip(MODELS, each[:3], each[3:], strict=True):
+        print(f"{name:12}  {one:>9,.0f} bytes per token, "
+              f"{many / 2**30:.1f} GiB for 32,768 tokens")  # fmt: skip
+    print("Exercise 1.1: passed")
 
 # %% [markdown]
 # ## Exercise 1.2: the cached loop, and what it still costs
 #
-# *10 minutes, medium.*
+# *20 minutes, medium.*
 #
 # **Write the greedy decode loop with a cache: run every token exactly once, at its own position.**
 #
@@ -706,7 +240,8 @@ generate_uncached([72, 105, 33], 4)
 # first has 0.
 #
 # The last output token is returned, but never run: nobody asks what comes after it. So a prompt of
-# P tokens and n output tokens need P + n − 1 tokens to be run, in all.
+# P tokens and n output tokens need P + n − 1 tokens to be run, in all. No token ends the loop early:
+# `num_output_tokens` are asked for, whatever they are.
 #
 # ```text
 # sequence     72  105   33  |  a    b    c        prompt 72 105 33; output a b c
@@ -715,7 +250,8 @@ generate_uncached([72, 105, 33], 4)
 #                             1st  2nd decode step
 # ```
 #
-# To try your loop: `generate(Session(), [72, 105, 33], 4)` gives the four tokens printed above.
+# To try your loop: run the next cell, then `generate(Session(), [72, 105, 33], 4)` gives the four
+# tokens printed above.
 #
 # <details><summary>Hint 1: a nudge</summary>
 # After the prefill you know one token more than the cache does. Which one, and where does it stand?
@@ -735,6 +271,48 @@ generate_uncached([72, 105, 33], 4)
 # ```
 # </details>
 
+# %% session jupyter={"source_hidden": true}
+@lent
+class Session:
+    """The model with a cache of its own. It writes down what is run, for the check to read.
+
+    forced: {position: token} makes a token the best one at a position, whatever the model says.
+    """
+
+    def __init__(self, limit=1000, forced=()):
+        self.cache, self.limit, self.forced = DynamicCache(config=model.config), limit, dict(forced)
+        self.token_ids, self.positions, self.calls = [], [], 0  # of all calls, in order
+        self.first_rows = {}  # number of tokens run -> best token of the call's first row
+        self.last_rows = {}
+
+    def __call__(self, token_ids, positions):
+        tokens, at = (
+            torch.as_tensor(x if hasattr(x, "__index__") else list(x)).reshape(-1).long()
+            for x in (token_ids, positions)
+        )
+        n, no_token = len(self.token_ids), "There is no token {}: take the argmax of the last row of "
+        assert len(tokens), (
+            f"The session was called without tokens, after {n} were run. A token just sampled has no K "
+            "and V yet: it is the one to run next."
+            if n
+            else "The session was called without tokens; the prompt's run first."
+        )
+        assert len(tokens) == len(at), f"{len(tokens)} tokens were run at {len(at)} positions."
+        assert 0 <= min(tokens) <= max(tokens) < spec.vocab_size, (
+            f"{no_token.format(max(tokens))}the logits, not of all rows."
+        )
+        self.calls += 1
+        self.token_ids += tokens.tolist()
+        self.positions += at.tolist()
+        assert n + len(tokens) < self.limit, f"{n} tokens were run and the loop goes on: does it ever stop?"
+        logits = model(tokens[None], None, at.clamp(0, 2000)[None], self.cache).logits[0]
+        for i in range(len(tokens)):
+            if n + i in self.forced:
+                logits.data[i, self.forced[n + i]] = 1e3
+        self.first_rows[n + len(tokens)] = int(logits[0].argmax())
+        self.last_rows[n + len(tokens)] = int(logits[-1].argmax())
+        return logits
+
 # %% ex-1-2
 def generate(session, prompt, num_output_tokens):
     """The greedy output, a list of `num_output_tokens` token ids (at least 1)."""
@@ -748,23 +326,130 @@ def generate(session, prompt, num_output_tokens):
     return output
     ### END SOLUTION
 
+# %% cases-1-2 jupyter={"source_hidden": true}
+@ours
+def greedy(prompt, n, forced=()):
+    """n greedy tokens without a cache, those in `forced`, (position, token), put in their places."""
+    token_ids, forced = list(prompt), dict(forced)
+    while len(token_ids) < len(prompt) + n:
+        logits = model(torch.tensor([token_ids])).logits[0]
+        token_ids.append(forced.get(len(token_ids) - 1, int(logits[-1].argmax())))
+    return token_ids[len(prompt) :]
+
+
+@ours
+def telling_prompt(seed, P):
+    """A prompt whose first row, and whose rows together, suggest another token than the last."""
+    rng = random.Random(seed)
+    while True:
+        prompt = [rng.randrange(256) for _ in range(P)]
+        logits = model(torch.tensor([prompt])).logits[0]
+        first, last = logits[0].argmax(), logits[-1].argmax()
+        if P == 1 or (first != last and logits.argmax() >= spec.vocab_size):
+            return prompt
+
+
+@ours
+def games_1_2():
+    """(prompt, n, forced), small ones first. Forced are tokens at which a loop might stop."""
+    for seed, (P, n) in enumerate([(2, 1), (3, 2), (2, 4), (1, 3), (9, 5), (24, 12), (140, 3)]):
+        yield once(telling_prompt, 120 + seed, P), n, ()
+    eos, (a, b, c) = model.config.eos_token_id, once(telling_prompt, 130, 3)
+    yield [a, b, a, c], 8, ((3, eos), (4, 2), (5, 0), (6, a), (7, eos), (8, 1), (9, 7))
+    yield [a, b, c], 4, ((2, c), (3, c), (4, 258))
+    yield [a, a], 6, ((1, 0), (2, 256), (3, 10), (4, 46))
+
+# %% judge-1-2 jupyter={"source_hidden": true}
+ROW_0 = "The next token was read off row 0; what follows the newest token stands in the last row."
+
+
+@ours
+def said_1_2(known, P, i, session):
+    """What the token run at index i, or its position, looks like."""
+    ran, at = session.token_ids, session.positions
+    token, position = ran[i], at[i]
+    if i >= P and ran[i : i + P] == known[:P] and at[i : i + P] == at[:P]:
+        return "The prompt was run again, though the cache holds its K and V already."
+    if token == known[i] and position == i + 1:
+        return (
+            f"A position is one too high: of {i + 1} tokens the newest stands at num_tokens - 1, not "
+            "at num_tokens."
+        )
+    if i >= P and token == known[i] and position == i - P:
+        return "The positions start over at 0 after the prompt; they count the whole sequence."
+    if token == known[i] and position == known.index(token):
+        return f"The token {token} stands at two positions; this is the second, {i}."
+    if token == known[i]:
+        return f"A token ran at position {position}; it stands at {i}."
+    if position < i and token == known[position]:
+        return "A token was run a second time: the cache now holds its K and V twice."
+    if i >= P and token == session.first_rows.get(i):
+        return ROW_0
+    if i == P - 1 and token == session.last_rows.get(i):
+        return "The prompt's last token was not run; what follows it was read off the token before."
+    if i < P and token in known[:P] and position == known.index(token):
+        return "Tokens of the prompt were left out; each of them needs its K and V in the cache."
+    return f"The token at index {i} of the sequence was not run as it should be."
+
+# %% judge-1-2-b jupyter={"source_hidden": true}
+@ours
+def judge_loop(prompt, wanted, got, session):
+    """Says how a loop went wrong, from what it returned and what it ran."""
+    known, ran, at = prompt + wanted, session.token_ids, session.positions
+    P, n = len(prompt), len(wanted)
+    case = f"Prompt {prompt}, output tokens: {n}."
+    assert ran, (
+        f"The session was never called; running on its cache is what this loop is about.\n{case}"
+    )
+    for i, (token, position) in enumerate(zip(ran, at, strict=True)):
+        assert (i, token, position) != (P + n - 1, known[-1], i), (
+            f"One forward pass too many: the last output token was run too, and nobody asks "
+            f"what follows it.\n{case} {len(ran)} tokens were run, {P + n - 1} are needed."
+        )
+        if i >= len(known) - 1 or (token, position) != (known[i], i):
+            said = said_1_2(known, P, min(i, len(known) - 1), session)
+            start = max(0, i - 9)
+            raise AssertionError("\n".join((
+                said, case, f"From index {start} on:",
+                f"  run so far    {ran[start : i + 1]}", f"  at positions  {at[start : i + 1]}",
+                f"  should be     {known[start : i + 1]}",
+                f"  at positions  {[*range(start, min(i + 1, len(known)))]}",
+            )))  # fmt: skip
+    said = f"{case} You returned {got}, without a cache it is {wanted}."
+    assert got != known, f"The prompt itself was returned as well; only its output counts.\n{said}"
+    early = got == wanted[: len(got)] and session.calls == len(got) < n
+    assert not early, f"The loop stopped early: {len(got)} of {n} tokens.\n{said}"
+    left_out = len(ran) == P - 1 and got[:1] == [session.last_rows.get(P - 1)]
+    assert not left_out, f"The prompt's last token was not run.\n{said}"
+    assert len(got) == n, f"Output tokens returned: {len(got)}; {n} asked for.\n{said}"
+    assert max(got) < spec.vocab_size, (
+        f"There is no token {max(got)}: take the argmax of the last row, not of all rows.\n{said}"
+    )
+    assert got[0] != session.first_rows.get(P) or got == wanted, f"{ROW_0}\n{said}"
+    assert got == wanted, f"The right tokens were run, but others were returned.\n{said}"
+    assert session.calls >= n, (
+        "Each output token needs a call of its own, whose logits choose it. Calls of the session: "
+        f"{session.calls}. Did a loop without a cache choose?\n{case}"
+    )
+
 # %% check-1-2
-require_helpers()
-rng = random.Random(12)
-for P, n in [(2, 1), (3, 2), (2, 4), (1, 3), (9, 5), (24, 12)]:
-    prompt = telling_prompt(rng, P)
-    session, given = Session(limit=10 + (P + n) ** 2), list(prompt)
-    got = generate(session, given, n)
-    got = list(got) if hasattr(got, "__iter__") else got
-    try:
-        got = [int(token) for token in got]
-    except (TypeError, ValueError):
-        raise AssertionError(f"generate must return a list of token ids, not {got!r}.") from None
-    assert given == prompt, "Your loop changed the prompt that it was given; work on a copy."
-    judge_loop(prompt, generate_uncached(prompt, n), got, session)
-    without = sum(range(P, P + n))
-    print(f"{P:2} prompt, {n:2} output: {len(session.token_ids):2} tokens run, {without:3} without a cache; ends in {got[-1]}")
-print("Exercise 1.2, first part: passed")
+@check
+def exercise_1_2(generate):
+    for prompt, n, forced in games_1_2():
+        P = len(prompt)
+        session = Session(limit=10 + (P + n) ** 2, forced=forced)
+        wanted = once(greedy, prompt, n, forced)
+        asked = f"Prompt {prompt}, output tokens: {n}."
+        value = ask(generate, session, list(prompt), n, asked=asked)
+        said = f"generate must return a list of token ids, not {value!r:.80}"
+        assert isinstance(value, list | tuple), said
+        got = [part[0] if isinstance(part, list) and len(part) == 1 else part for part in value]
+        assert all(isinstance(token, int | float) and token == int(token) for token in got), said
+        judge_loop(prompt, wanted, got, session)
+        without = sum(range(P, P + n))
+        print(f"{P:3} prompt, {n:2} output: {len(session.token_ids):3} tokens run, "
+              f"{without:3} without a cache; ends in {got[-1]:.0f}")  # fmt: skip
+    print("Exercise 1.2, first part: passed")
 
 # %% [markdown]
 # **Second part: what does a decode step still read?** A query is compared with every K in the
@@ -803,23 +488,64 @@ def tokens_read(num_prompt_tokens, num_output_tokens):
 # %% [markdown]
 # The check counts for itself: it runs a loop and asks the cache for its length after each step.
 
+# %% cases-1-2-b jupyter={"source_hidden": true}
+@ours
+def count_reads(P, n):
+    """Runs a prefill and n - 1 decode steps; what each step read, from the cache itself."""
+    cache, reads = DynamicCache(config=model.config), []
+    model(torch.ones(1, P, dtype=torch.long), None, None, cache)
+    for _ in range(n - 1):
+        at = torch.tensor([[cache.get_seq_length()]])
+        model(torch.tensor([[1]]), None, at, cache)
+        reads.append(cache.get_seq_length())
+    return reads
+
+
+@ours
+def slips_1_2(P, n, reads):
+    """The usual slips, each with its answer."""
+    total, ends = sum(reads), (reads or [0])[-1]
+    o1 = "as if a cache made decoding O(1). It saves computing K and V again, not reading them."
+    return {
+        f"That is one read per step, {o1}": len(reads),
+        f"That is one read per output token, {o1}": n,
+        "The cache grows: output tokens are read as well as the prompt's.": len(reads) * P,
+        "A step reads more than the prompt, and the first output token needs no step.": n * P,
+        "The prompt's K and V are read as well, in every step.": total - len(reads) * P,
+        "A step too many: the first output token comes out of the prefill.": total + P + n,
+        "A new token reads its own K and V, too: they are written first.": total - len(reads),
+        "That is the prompt's length too much: the prefill was counted, or a step that reads the "
+        "prompt alone. The first decode step reads its own token as well.": total + P,
+        "The prefill (each token up to itself) is not counted here.": total + P * (P + 1) // 2,
+        "That is what the last step reads; all steps together are asked for.": ends,
+        "K and V of one token are one token, not two.": 2 * total,
+        "Tokens read are asked for, not tokens run.": P + n - 1,
+        "One layer is asked for; all layers of this model were counted.": spec.num_layers * total,
+        "One layer is asked for; all layers of SmolLM2 were counted.": 30 * total,
+    }
+
 # %% check-1-2-b
-require_helpers()
-cases = []
-for P, n in [(3, 1), (1, 2), (3, 3), (5, 4), (2, 9), (11, 6), (40, 17), (60, 129)]:
-    reads = count_reads(P, n)
-    got, wanted = require_number(tokens_read(P, n), "tokens_read"), sum(reads)
-    few = ", ".join(map(str, reads)) if n < 10 else f"{reads[0]}, {reads[1]}, ... {reads[-1]}"
-    asked = f"Prompt tokens: {P}; output tokens: {n}. The decode steps read [{few}]."
-    cases.append((asked, got, wanted, slips_1_2(P, n, reads)))
-explain(cases)
-print(*(f"{got:.0f}" for _, got, _, _ in cases))
-print("Exercise 1.2, second part: passed")
+@check
+def exercise_1_2_b(tokens_read):
+    cases = []
+    shapes = [(3, 1), (1, 2), (3, 3), (5, 4), (2, 9), (11, 6), (40, 17), (60, 129), (700, 40)]
+    for P, n in shapes:
+        reads = once(count_reads, P, n)
+        few = ", ".join(map(str, reads))
+        if n >= 10:
+            few = f"{reads[0]}, {reads[1]}, ... {reads[-1]}"
+        asked = f"Prompt tokens: {P}; output tokens: {n}. The decode steps read [{few}]."
+        value = ask(tokens_read, P, n, asked=asked)
+        got = numbers(value, ["tokens"], "tokens_read")["tokens"]
+        cases.append((asked, got, sum(reads), slips_1_2(P, n, reads)))
+    explain(cases)
+    print(*(f"{got:.0f}" for _, got, _, _ in cases))
+    print("Exercise 1.2, second part: passed")
 
 # %% [markdown]
 # ## Exercise 1.3: where a chunk stands, and what it may see
 #
-# *8 minutes, medium.*
+# *12 minutes, medium.*
 #
 # **A sequence has `num_computed_tokens` tokens in the cache. Its next `num_new_tokens` run in one
 # forward pass. Say at which positions they stand, and which keys each of them may see.**
@@ -873,25 +599,186 @@ def chunk_inputs(num_computed_tokens, num_new_tokens):
     ### END SOLUTION
 
 # %% [markdown]
-# What is right is found by experiment: in a whole run without a cache, one token is changed at a
-# time. The rows whose logits move have seen it.
+# What is right is found by experiment: in a whole run without a cache, PyTorch says on which tokens
+# each row of the logits depends. Those it has seen.
+
+# %% cases-1-3 jupyter={"source_hidden": true}
+@ours
+def who_sees_whom(num_tokens, rows):
+    """[num_tokens, num_tokens] bool: does row i of the logits depend on token j? Other rows: False."""
+    token_ids = torch.arange(num_tokens) * 7 % 251
+    embedded = model.get_input_embeddings()(token_ids[None]).detach().requires_grad_()
+    with torch.enable_grad():
+        logits = model(inputs_embeds=embedded).logits[0]
+    seen = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+    for i in rows:
+        (moved,) = torch.autograd.grad(logits[i].square().sum(), embedded, retain_graph=True)
+        seen[i] = moved[0].abs().amax(-1) > 0
+    return seen
+
+
+@ours
+def rows_kept(token_ids, c, mask):
+    """Rows of a chunk after c tokens whose best next token is that of a run without a cache."""
+    cache, ids = DynamicCache(config=model.config), torch.tensor([token_ids])
+    model(ids[:, :c], None, None, cache)
+    at = torch.arange(c, len(token_ids))[None]
+    logits = model(ids[:, c:], mask[None, None], at, cache).logits[0]
+    return int((logits.argmax(-1) == model(ids).logits[0, c:].argmax(-1)).sum())
+
+
+@ours
+def shapes_1_3():
+    """(computed, new), small ones first; the last are large."""
+    rng = random.Random(13)
+    shapes = [(1, 1), (0, 1), (1, 2), (0, 3), (2, 2), (4, 1), (3, 4), (2, 9)]
+    shapes += [(rng.randint(1, 6), rng.randint(2, 5)) for _ in range(4)]
+    return [*shapes, *LARGE, (33, 1), (130, 3), (300, 2), (299, 1)]
+
+
+@ours
+def empty_mask(c, new):
+    """The commonest wrong one."""
+    return torch.ones(new, c + new, dtype=torch.bool).tril()
+
+
+LARGE = [(8, 8), (40, 12), (5, 24)]
+
+# %% form-1-3 jupyter={"source_hidden": true}
+@ours
+def require_chunk(result, c, new):
+    """(positions as a list, mask) if their types and shapes are right, for c computed tokens."""
+    asked = f"Computed: {c}; new: {new}."
+    try:
+        positions, mask = (torch.as_tensor(part) for part in tuple(result))
+    except (TypeError, ValueError, RuntimeError):
+        said = f"chunk_inputs must return (positions, mask), two tensors, not {result!r:.80}"
+        raise AssertionError(said) from None
+    assert mask.ndim == 2 or positions.ndim != 2, "Return positions first, then the mask."
+    assert mask.dtype == torch.bool, (
+        f"The mask must hold True and False, yours is {mask.dtype}; numbers would be added to the "
+        "attention scores."
+    )
+    shape, wanted, all_tokens = tuple(mask.shape), (new, c + new), c + new
+    said = "The mask has another shape."
+    if shape == (new, new):
+        said = "The mask has no columns for the keys that are in the cache."
+    elif shape == (all_tokens, all_tokens):
+        said = "Only new tokens ask: the computed ones have no rows."
+    elif shape == (all_tokens, new):
+        said = "Rows are the new tokens (they ask), columns the keys; here it is the other way round."
+    assert shape == wanted, f"{said}\n{asked} Mask {shape}, should be {wanted}."
+    dtype, positions = positions.dtype, positions.reshape(-1).tolist()
+    assert len(positions) == new, (
+        f"One position per new token, please.\n{asked} You returned {positions}."
+    )
+    whole = all(isinstance(p, int) and not isinstance(p, bool) for p in positions)
+    assert whole, f"Positions are whole numbers, of an integer type.\n{asked} Yours: {positions}."
+    most = torch.iinfo(dtype).max
+    assert most >= all_tokens - 1, (
+        f"{dtype} holds no number over {most}.\n{asked} Positions {positions}"
+    )
+    return positions, mask
+
+# %% picture-1-3 jupyter={"source_hidden": true}
+@ours
+def picture(c, mask, wanted):
+    """The two masks side by side; # may be seen, . may not. Of a large one the first wrong row."""
+    new, total = mask.shape
+    if total > 16:
+        i = int((mask != wanted).any(1).nonzero()[0])
+        wrong = (mask[i] != wanted[i]).nonzero().flatten().tolist()
+        which = f"key {wrong[0]}"
+        if len(wrong) > 1:
+            which = f"{len(wrong)} keys, {wrong[0]} to {wrong[-1]}"
+        sees, should = ("does not see", "should") if wanted[i, wrong[0]] else ("sees", "should not")
+        return f"The token at position {c + i} {sees} {which}, and {should}."
+    lines = [f"{'':12}{'yours':{2 * total + 3}}should be"]
+    for i in range(new):
+        yours, right = (" ".join(".#"[int(x)] for x in m[i]) for m in (mask, wanted))
+        lines.append(f"position {c + i:<3}{yours}    {right}")
+    return "\n".join(lines)
+
+
+@ours
+def wrong_positions(c, new):
+    return {
+        "Positions are one too high: the newest of num_tokens tokens stands at num_tokens - 1.":
+            [c + 1 + i for i in range(new)],
+        "Positions start over at 0 in the chunk; they count the whole sequence.": [*range(new)],
+        "All positions are the same; every new token has its own.": [c] * new,
+        "The positions are in reverse order.": [*range(c, c + new)][::-1],
+    }  # fmt: skip
+
+# %% masks-1-3 jupyter={"source_hidden": true}
+@ours
+def wrong_masks(c, new, square):
+    """The usual wrong masks, from the right one; square: who sees whom, without a cache."""
+    right, total = square[c:], c + new
+    later = torch.cat([square[c + 1 :], torch.ones(1, total, dtype=torch.bool)])
+    nothing = torch.zeros(1, total, dtype=torch.bool)
+    in_cache = (torch.arange(total) < c).expand(new, total)
+    return {
+        "The mask is drawn as if the cache were empty: the first new token stands at position "
+        "num_computed_tokens, and sees as far.": square[:new],
+        "Every new token sees all others of the chunk, also those that come after it.":
+            torch.ones_like(right),
+        "A token must see itself: its own K is written before anyone reads.":
+            torch.cat([nothing, square])[c : c + new],
+        "Every token sees one key too far, the one of the token after it.": later,
+        "True and False are the wrong way round: True means may see.": ~right,
+        "The new tokens do not see what is in the cache.": right & ~in_cache,
+        "The new tokens see the cache, but not each other.": right & in_cache,
+        "The triangle is turned over: a token sees itself and those that come later.":
+            ~torch.cat([nothing, square])[c : c + new],
+    }  # fmt: skip
+
+# %% judge-1-3 jupyter={"source_hidden": true}
+@ours
+def judge_chunks(answers):
+    """answers: [(computed, new, positions, mask)], smallest first; names what all of them show."""
+    squares, shapes = {}, [answer[:2] for answer in answers]
+    for c, new in shapes:  # of a large square only those rows that anything below needs
+        total, rows = c + new, [*range(new), *range(max(c - 1, 0), c + new)]
+        rows = [*range(total)] if total < 60 else rows
+        squares[c, new] = once(who_sees_whom, total, rows)
+    for c, new, got, _ in answers:
+        wanted = [*range(c, c + new)]
+        if got != wanted:
+            named = [slip for slip in wrong_positions(0, 0)
+                     if all(wrong_positions(a[0], a[1])[slip] == a[2] for a in answers)]  # fmt: skip
+            said = "\nOr: ".join(named) or "The positions are wrong."
+            asked = f"Computed: {c}; new: {new}."
+            raise AssertionError(f"{said}\n{asked} Positions {got}, should be {wanted}")
+    for c, new, _, mask in answers:
+        wanted = squares[c, new][c:]
+        if torch.equal(mask, wanted):
+            continue
+        found = [wrong_masks(*shape, squares[shape]) for shape in shapes]
+        named = [slip for slip in found[0]
+                 if all(torch.equal(a[3], masks[slip])
+                        for a, masks in zip(answers, found, strict=True))]  # fmt: skip
+        said = "\nOr: ".join(named) or "The mask is wrong."
+        seen = picture(c, mask, wanted)
+        raise AssertionError(f"{said}\nComputed: {c}; new: {new}.\n{seen}")
 
 # %% check-1-3
-require_helpers()
-rng = random.Random(13)
-shapes = [(1, 1), (1, 2), (0, 3), (2, 2), (4, 1), (3, 4)]
-shapes += [(rng.randint(1, 6), rng.randint(2, 5)) for _ in range(4)]
-large = [(8, 8), (40, 12), (5, 24)]
-shapes += [*large, (33, 1)]
-answers = [(c, new, *require_chunk(chunk_inputs(c, new), c, new)) for c, new in shapes]
-judge_chunks(answers)
-for c, new in large:
-    token_ids = [rng.randrange(256) for _ in range(c + new)]
-    _, mask = chunk_inputs(c, new)
-    empty = torch.ones(new, c + new, dtype=torch.bool).tril()  # the commonest wrong one
-    right, wrong = (rows_kept(token_ids, c, m) for m in (torch.as_tensor(mask), empty))
-    print(f"{c:2} computed, {new:2} new: {right:2} rows as without a cache; with the wrong mask {wrong}")
-print("Exercise 1.3: passed")
+@check
+def exercise_1_3(chunk_inputs):
+    answers = []
+    for c, new in shapes_1_3():
+        asked = f"Computed: {c}; new: {new}."
+        value = ask(chunk_inputs, c, new, asked=asked, raw=True)
+        answers.append((c, new, *require_chunk(value, c, new)))
+    judge_chunks(answers)
+    rng = random.Random(14)
+    for c, new, _, mask in answers:
+        if (c, new) in LARGE:
+            token_ids = [rng.randrange(256) for _ in range(c + new)]
+            right, wrong = (rows_kept(token_ids, c, m) for m in (mask, empty_mask(c, new)))
+            print(f"{c:2} computed, {new:2} new: {right:2} rows as without a cache; "
+                  f"with the wrong mask {wrong}")  # fmt: skip
+    print("Exercise 1.3: passed")
 
 # %% fluent-nonsense tags=["solution", "nbval-ignore-output"]
 def continue_chunked(text, num_new, with_mask, num_output=18):
@@ -918,7 +805,7 @@ for name in ("right", "wrong"):
 # %% [markdown]
 # ## Exercise 1.4: write into the slab
 #
-# *8 minutes, medium.*
+# *12 minutes, medium.*
 #
 # **Write the K and V of the next tokens into a preallocated slab: into their own slots, and
 # nowhere else.**
@@ -977,30 +864,210 @@ def write_kv(slab, num_computed_tokens, k, v):
     return end
     ### END SOLUTION
 
+# %% cases-1-4 jupyter={"source_hidden": true}
+@ours
+def rows_of(first, new, heads, dim):
+    """k and v of the tokens from `first` on: noise, so that no two rows are alike."""
+    noise = torch.rand(2, 160, 4, 8, generator=torch.Generator().manual_seed(99))
+    k, v = noise[:, first : first + new, :heads, :dim].clone()
+    return k, v
+
+
+@ours
+def read_slab(slab, empty):
+    """{(kind, head, slot): 'K2' of head 0, 'K2/1' of head 1, ...}; '--' as before, '??' no row."""
+    _, heads, slots, dim = slab.shape
+    names = {}
+    for kind, rows in zip("KV", rows_of(0, slots + 4, heads, dim).__iter__(), strict=True):
+        for token, by_head in enumerate(rows.tolist()):
+            for h, row in enumerate(by_head):
+                names[tuple(row)] = f"{kind}{token}" + (f"/{h}" if h else "")
+    found, values, before = {}, slab.tolist(), empty.tolist()
+    for i in range(2):
+        for h in range(heads):
+            for p in range(slots):
+                row = values[i][h][p]
+                found[i, h, p] = names.get(tuple(row), "??") if row != before[i][h][p] else "--"
+    return found
+
+
+@ours
+def placed(before, start, new, heads, which):
+    """`before` with rows written from slot `start` on; which(i, h, k): (kind, token, head) of the
+    k-th, or None."""
+    slots, after = max(p for _, _, p in before) + 1, dict(before)
+    for i, h, p in before:
+        row = which(i, h, p - start) if start <= p < min(start + new, slots) else None
+        if row:
+            kind, token, head = row
+            after[i, h, p] = f"{kind}{token}" + (f"/{head}" if head else "")
+    return after
+
+# %% slips-1-4 jupyter={"source_hidden": true}
+@ours
+def slips_1_4(before, c, new, heads):
+    """{what to say: the slab that it leaves}; the right one under an empty text."""
+    def put(start, kinds="KV", order=lambda k, h: (k, h)):
+        def which(i, h, k):
+            token, head = order(k, h)
+            return None if kinds[i] == "-" else (kinds[i], c + token, head)
+        return placed(before, start, new, heads, which)  # fmt: skip
+
+    return {
+        "": put(c),
+        "The slab that was passed in did not change. Assign to a slice of it; neither a new tensor "
+        "nor an empty slice reaches it.": before,
+        f"One slot too far: the new tokens start at position {c}; a slot was left empty.": put(c + 1),
+        "The first slots were written over; new tokens go behind those computed.": put(0),
+        "K and V are in each other's place.": put(c, "VK"),
+        "Only K was written; V has its half of the slab.": put(c, "K-"),
+        "Only V was written; K has its half of the slab.": put(c, "-V"),
+        "K was written into both halves.": put(c, "KK"),
+        "The new tokens are in reverse order.": put(c, order=lambda k, h: (new - 1 - k, h)),
+        "The heads are in reverse order.": put(c, order=lambda k, h: (k, heads - 1 - h)),
+        "Tokens and heads are mixed up: reshape only renames dimensions, transpose exchanges them.":
+            put(c, order=lambda k, h: divmod(h * new + k, heads)),
+    }  # fmt: skip
+
+
+@ours
+def draw(found, wanted):
+    """A row for each head, found above wanted; at most ten slots, around the first that differs."""
+    first = min(p for (i, h, p) in found if found[i, h, p] != wanted[i, h, p])
+    shown, lines = range(max(0, first - 4), first + 6), []
+    for i, h in sorted({key[:2] for key in found}):
+        for name, slots in (("found", found), ("should be", wanted)):
+            row = "".join(f"{slots[i, h, p]:6}" for p in shown if (i, h, p) in slots)
+            lines.append(f"{'KV'[i]}, head {h}  {name:11}{row}")
+    return "\n".join([f"From slot {shown[0]} on:", *lines])
+
+# %% judge-1-4 jupyter={"source_hidden": true}
+@ours
+def judge_write(before, found, c, new, heads):
+    """Compares the slab with what it should hold after `new` tokens were written behind c others."""
+    slips = slips_1_4(before, c, new, heads)
+    wanted = slips.pop("")
+    if found == wanted:
+        return
+    named = [slip for slip, slab in slips.items() if slab == found]
+    said = "The slab does not hold what it should."
+    inside = [key for key in found if c <= key[2] < c + new]
+    if named:
+        said = "\nOr: ".join(named[:2])
+    elif any(found[key] != before[key] for key in found.keys() - set(inside)):
+        said = f"Slots outside {c} to {c + new - 1} have changed; they belong to others."
+    elif sorted(found[key] for key in inside) == sorted(wanted[key] for key in inside):
+        said = "The new rows are all there, but not in their places."
+    raise AssertionError(f"{said}\nComputed: {c}; new: {new}.\n{draw(found, wanted)}")
+
+
+@ours
+def what_ended(error, slab, k, case):
+    """The message for an error of PyTorch's, or any other."""
+    if isinstance(error, RuntimeError | IndexError):
+        return (
+            f"PyTorch refused: {error}\nCompare the order of dimensions: slab[0] is "
+            f"{list(slab[0].shape)} (heads, slots, head_dim), k is {list(k.shape)} (tokens, heads, "
+            f"head_dim). {case}"
+        )
+    return told("write_kv", error, case)
+
+# %% judge-1-4-b jupyter={"source_hidden": true}
+@ours
+def try_write(write_kv, slab, empty, c, new):
+    """One write that fits, judged; returns the new count."""
+    _, heads, slots, dim = slab.shape
+    k, v = rows_of(c, new, heads, dim)
+    before, memory = read_slab(slab, empty), slab.data_ptr()
+    case = f"Slots: {slots}; computed: {c}; new: {new}."
+    try:
+        got = bounded(write_kv, slab, c, k, v)
+    except NotImplementedError:  # not yet written
+        raise
+    except OutOfKVMemory as error:
+        numbers_in_it = set(map(int, re.findall(r"\d+", str(error))))
+        full = ": a slab may be exactly full" if c + new == slots else ""
+        if heads in numbers_in_it and slots not in numbers_in_it:
+            full = f": the slab's dimension 1 are its heads ({heads}), its dimension 2 the slots"
+        raise AssertionError(f"Refused, though it fits{full}. {case}") from None
+    except (Exception, Endless, Delegated) as error:
+        raise AssertionError(what_ended(error, slab, k, case)) from None
+    kept = all(torch.equal(a, b) for a, b in zip((k, v), rows_of(c, new, heads, dim), strict=True))
+    assert kept, f"k or v was changed; they are only to be read. {case}"
+    assert slab.data_ptr() == memory and list(slab.shape) == [2, heads, slots, dim], (
+        "The slab was given other memory, and whoever else holds a view of the old one won't see "
+        f"what is written: assign to a slice of it. {case}"
+    )
+    judge_write(before, read_slab(slab, empty), c, new, heads)
+    assert got is not None, f"write_kv returned None: is its `return` missing? {case}"
+    assert numbers(got, ["tokens"], "write_kv")["tokens"] == c + new, (
+        f"write_kv returned {got}, but now {c + new} tokens have K and V. {case}"
+    )
+    return c + new
+
+# %% judge-1-4-c jupyter={"source_hidden": true}
+@ours
+def try_overflow(write_kv, slab, c, new):
+    """One write that does not fit: it must be refused by name, with the slab untouched."""
+    _, heads, slots, dim = slab.shape
+    before, case = slab.clone(), f"Slots: {slots}; computed: {c}; new: {new}."
+    try:
+        bounded(write_kv, slab, c, *rows_of(c, new, heads, dim))
+    except OutOfKVMemory as error:
+        found = list(map(int, re.findall(r"\d+", str(error))))
+    except NotImplementedError:
+        raise
+    except (Exception, Endless, Delegated) as error:
+        other = told("write_kv", error)
+        if isinstance(error, AssertionError):
+            other = f"This was AssertionError: {error}"
+        raise AssertionError(f"Refuse by name, with OutOfKVMemory. {case}\n{other}") from None
+    else:
+        raise AssertionError(f"What does not fit was taken without a word. {case}")
+    assert torch.equal(slab, before), f"Refused too late: a part had been written. {case}"
+    pairs = list(combinations(found, 2))  # in the order of the message
+    needed, there = f"the slots needed ({c + new})", f"those there are ({slots})"
+    if (c + new, slots) not in pairs and (new, slots - c) not in pairs:
+        said = f"The message must name {needed} and then {there}."
+        if (slots, c + new) in pairs:
+            said = f"The message names the two numbers in the wrong order: first {needed}, then {there}."
+        raise AssertionError(f"{said} {case}\nIt holds: {found}")
+
+
+@ours
+def runs_1_4():
+    """(heads, head_dim, chunks that fill a slab), small ones first."""
+    rng = random.Random(14)
+    yield from [(1, 2, [1, 1, 1]), (2, 2, [3, 1]), (2, 3, [2, 1, 1])]
+    for size in range(3, 7):
+        chunks = [rng.randint(1, size) for _ in range(size)]
+        yield rng.randint(2, 4), rng.randint(1, 6), chunks
+    yield 3, 3, [3, 3]
+    yield 2, 2, [130, 3, 1]
+
 # %% check-1-4
-require_helpers()
-rng = random.Random(14)
-runs = [(1, 2, [1, 1, 1]), (2, 2, [3, 1]), (2, 3, [2, 1, 1])]
-for size in range(3, 7):
-    chunks = [rng.randint(1, size) for _ in range(size)]
-    runs.append((rng.randint(2, 4), rng.randint(1, 6), chunks))
-for heads, dim, chunks in runs:
-    slots = sum(chunks)
-    empty = torch.rand(2, heads, slots, dim, generator=torch.Generator().manual_seed(slots))
-    slab, computed = empty.clone(), 0
-    for new in chunks:
-        if new > 1:
-            full = slab[:, :, : computed + new - 1].clone()
-            try_overflow(full, computed, new)
-        computed = try_write(slab, empty, computed, new)
-    try_overflow(slab, computed, 1)
-    print(f"{heads} heads, chunks {chunks}: slots {computed}, sum of K {slab[0].double().sum():.1f}")
-print("Exercise 1.4: passed")
+@check
+def exercise_1_4(write_kv):
+    for heads, dim, chunks in runs_1_4():
+        slots = sum(chunks)
+        generator = torch.Generator().manual_seed(slots)
+        empty = torch.rand(2, heads, slots, dim, generator=generator)
+        slab, computed = empty.clone(), 0
+        for new in chunks:
+            if new > 1:
+                full = slab[:, :, : computed + new - 1].clone()
+                try_overflow(write_kv, full, computed, new)
+            computed = try_write(write_kv, slab, empty, computed, new)
+        for new in (1, 5):
+            try_overflow(write_kv, slab, computed, new)
+        print(f"{heads} heads, chunks {chunks}: slots {computed}, "
+              f"sum of K {slab[0].double().sum():.1f}")  # fmt: skip
+    print("Exercise 1.4: passed")
 
 # %% [markdown]
 # ## Exercise 1.5: when does computing take longer than reading?
 #
-# *8 minutes, medium.*
+# *12 minutes, medium.*
 #
 # **From a machine's two speeds, compute the number of rows at which a linear layer turns
 # compute-bound.**
@@ -1054,28 +1121,72 @@ def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
 # %% [markdown]
 # The check lets PyTorch count the operations of real layers, and their weights' bytes.
 
+# %% cases-1-5 jupyter={"source_hidden": true}
+@ours
+def counted_rows(peak_flops, bandwidth, bytes_per_value, in_features, out_features):
+    """Where the two times of such a layer meet, by PyTorch's own count of operations."""
+    x = torch.empty(1, in_features, device="meta")
+    weight = torch.empty(out_features, in_features, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        linear(x, weight)
+    num_bytes = weight.numel() * bytes_per_value
+    return (num_bytes / bandwidth) / (counter.get_total_flops() / peak_flops)
+
+
+@ours
+def slips_1_5(wanted, peak_flops, bandwidth, size):
+    """The usual slips, each with its answer."""
+    flat = peak_flops / bandwidth
+    wider = "Wider weights take longer to read, so they need more rows, not fewer."
+    bits = "bytes_per_value is in bytes; it was taken for bits, or turned into them."
+    one_width = "That ignores bytes_per_value, and is right for one width only: for "
+    return {
+        "A multiplication and an addition are two operations; one was counted.": 2 * wanted,
+        bits: 8 * wanted, bits + " ": wanted / 8,
+        one_width + "2 bytes.": flat, one_width + "1 byte.": flat / 2,
+        wider: flat / size / 2, wider + " ": flat / size, wider + "  ": 2 * flat / size,
+        "Hardly a row: is a quotient upside down, or a unit lost?": 1 / wanted,
+    }  # fmt: skip
+
+# %% machines-1-5 jupyter={"source_hidden": true}
+@ours
+def machines_1_5():
+    """(peak_flops, bandwidth, bytes_per_value), smallest answers first, then the GPUs."""
+    rng = random.Random(15)
+    # The two times are equal at a whole number of rows, exactly so in any order of calculation.
+    drawn = [(2.0**46, 2.0**40, 2), (2.0**45, 2.0**41, 4), (2e11, 4e11, 2), (3e12, 1e11, 1)]
+    drawn += [
+        (rng.randint(60, 2000) * 1e12, rng.randint(400, 8000) * 1e9, n) for n in (2, 4, 1, 1, 4)
+    ]
+    yield from sorted(drawn, key=lambda machine: machine[0] / machine[1] * machine[2])
+    for name in GPU_NAMES:
+        for size in (2, 1):
+            yield GPUS[name].bf16_flops, GPUS[name].bandwidth, size
+
+
+GPU_NAMES = ("RTX 4090", "A100 40GB SXM", "A100 80GB SXM", "H100 SXM")
+
 # %% check-1-5
-require_helpers()
-rng, cases = random.Random(15), []
-machines = [(100e12, 1000e9, 2)]  # the two times are equal at a whole number of rows
-drawn = [(rng.randint(60, 2000) * 1e12, rng.randint(400, 8000) * 1e9, n) for n in (2, 4, 1, 1, 4)]
-machines += sorted(drawn, key=lambda machine: machine[0] / machine[1] * machine[2])
-gpus = [GPUS[name] for name in ("RTX 4090", "A100 40GB SXM", "A100 80GB SXM", "H100 SXM")]
-machines += [(gpu.bf16_flops, gpu.bandwidth, n) for gpu in gpus for n in (2, 1)]
-for peak, bandwidth, size in machines:
-    got = require_number(rows_to_compute_bound(peak, bandwidth, size), "rows_to_compute_bound")
-    meet = counted_rows(peak, bandwidth, size, rng.randint(8, 99), rng.randint(8, 99))
-    asked = f"{peak / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, {size} bytes per value:"
-    wanted = math.ceil(meet - 1e-9)
-    cases.append((asked, got, wanted, slips_1_5(meet, peak, bandwidth, size)))
-explain(cases, tolerance=1)
-for asked, got, wanted, _ in cases:
-    assert got == round(got), f"Rows are whole: round up.\n{asked} you returned {got:.3f}"
-    assert got >= wanted, f"One row short: with {got:.0f} rows reading still takes longer.\n{asked}"
-    assert got <= wanted, f"One row too many: {wanted} rows are enough.\n{asked}"
-for gpu, (_, rows, *_), (_, half, *_) in zip(gpus, cases[-8::2], cases[-7::2], strict=True):
-    print(f"{gpu.name:13}  {rows:.0f} rows; with weights stored in one byte {half:.0f}")
-print("Exercise 1.5, first part: passed")
+@check
+def exercise_1_5(rows_to_compute_bound):
+    rng, cases = random.Random(16), []
+    for peak, bandwidth, size in machines_1_5():
+        asked = f"{peak / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, {size} bytes per value:"
+        value = ask(rows_to_compute_bound, peak, bandwidth, size, asked=asked)
+        got = numbers(value, ["rows"], "rows_to_compute_bound")["rows"]
+        meet = counted_rows(peak, bandwidth, size, rng.randint(8, 99), rng.randint(8, 99))
+        wanted = math.ceil(meet - 1e-9)
+        cases.append((asked, got, wanted, slips_1_5(meet, peak, bandwidth, size)))
+    explain(cases, alike=lambda got, other: abs(got - other) < 1.000001)
+    for asked, got, wanted, _ in cases:
+        assert got == round(got), f"Rows are whole: round up.\n{asked} you returned {got:.3f}"
+        assert got >= wanted, (
+            f"One row short: with {got:.0f} rows reading still takes longer.\n{asked}"
+        )
+        assert got <= wanted, f"One row too many: {wanted} rows are enough.\n{asked}"
+    for name, full, half in zip(GPU_NAMES, cases[-8::2], cases[-7::2], strict=True):
+        print(f"{name:13}  {full[1]:.0f} rows; with weights stored in one byte {half[1]:.0f}")
+    print("Exercise 1.5, first part: passed")
 
 # %% [markdown]
 # **Second part: and attention?** A decode step has one new token in each of `num_seqs` sequences.
@@ -1115,32 +1226,77 @@ def attention_flops_per_byte(
     return flops / num_bytes
     ### END SOLUTION
 
+# %% cases-1-5-b jupyter={"source_hidden": true}
+@ours
+def counted_intensity(q, kv, dim, num_tokens, num_seqs, size):
+    """By PyTorch's own count: queries of a group are stacked, so that K and V are read once."""
+    queries = torch.empty(num_seqs, kv, q // kv, dim, device="meta")
+    keys = torch.empty(num_seqs, kv, num_tokens, dim, device="meta")
+    values = torch.empty_like(keys)
+    with FlopCounterMode(display=False) as counter:
+        scores = queries @ keys.mT
+        scores @ values
+    return counter.get_total_flops() / (keys.numel() + values.numel()) / size
+
+
+@ours
+def slips_1_5_b(q, kv, dim, num_tokens, num_seqs, size):
+    """The usual slips, each with the factor by which its answer is off."""
+    return {
+        "More sequences do not help: each brings K and V of its own to read, so operations and "
+        "bytes grow together.": num_seqs,
+        "A longer sequence does not help: it has more K and V to read.": num_tokens,
+        "As many heads were counted in the operations as in the bytes: every query head computes, "
+        "but a group shares the K and V of one kv head.": kv / q,
+        "Query heads and kv heads have changed places.": (kv / q) ** 2,
+        "Half of the operations are missing: two products, each with multiplications and "
+        "additions.": 1 / 2,
+        "Half of the bytes are missing: K and V are both read.": 2,
+        "Bits are not bytes: bytes_per_value needs no factor of 8.": 1 / 8,
+        "A value has bytes_per_value bytes; values were counted, not bytes.": size,
+        "The operations of one sequence were divided by the bytes of all.": 1 / num_seqs,
+        "head_dim is in both counts, and drops out.": dim,
+    }
+
+# %% cases-1-5-c jupyter={"source_hidden": true}
+MODELS_1_5 = {"SmolLM2": (9, 3, 64), "Llama 3.1 8B": (32, 8, 128), "Falcon 7B": (71, 1, 64)}
+
+
+@ours
+def shapes_1_5():
+    """The six arguments: drawn ones, then each model with 1, 64 and 512 sequences."""
+    rng = random.Random(17)
+    for step in range(8):
+        kv, group, dim = rng.randint(1, 4), rng.randint(2, 8), rng.choice([16, 48, 64])
+        size = [2, 1, 4][step % 3]
+        yield kv * group, kv, dim, rng.randint(5, 90), rng.randint(3, 40), size
+    yield 12, 12, 64, 1, 1, 1
+    yield 128, 8, 128, 100_000, 3, 4
+    for heads in MODELS_1_5.values():
+        for num_seqs in (1, 64, 512):
+            yield *heads, 4096, num_seqs, 2
+
 # %% check-1-5-b
-require_helpers()
-rng, cases, shapes = random.Random(16), [], []
-for step in range(8):
-    kv, group, dim = rng.randint(1, 4), rng.randint(2, 8), rng.choice([16, 48, 64])
-    size = [2, 1, 4][step % 3]
-    shapes.append((kv * group, kv, dim, rng.randint(5, 90), rng.randint(3, 40), size))
-models = {"SmolLM2": (9, 3, 64), "Llama 3.1 8B": (32, 8, 128), "Falcon 7B": (71, 1, 64)}
-shapes += [(*heads, 4096, seqs, 2) for heads in models.values() for seqs in (1, 64, 512)]
-for shape in shapes:
-    name = "attention_flops_per_byte"
-    got, wanted = require_number(attention_flops_per_byte(*shape), name), counted_intensity(*shape)
-    asked = "{} query heads, {} kv heads, head_dim {}, {} tokens, {} sequences, {} bytes:".format(*shape)
-    seqs, size = shape[-2:]
-    slips = {
-        "That is what a linear layer does per byte. Its rows share the weights; sequences do not "
-        "share K and V.": 2 * seqs / size,
-        "That is right for 2 bytes per value only.": wanted * size / 2,
-        "That is bytes per operation; the other way round was asked for.": 1 / wanted,
-    } | together(wanted, slips_1_5_b(*shape))
-    cases.append((asked, got, wanted, slips))
-explain(cases)
-each = [case[1] for case in cases[8:]]
-for name, one, some, many in zip(models, each[::3], each[1::3], each[2::3], strict=True):
-    print(f"{name:12}  {one:.2f} with 1 sequence, {some:.2f} with 64, {many:.2f} with 512")
-print("Exercise 1.5, second part: passed")
+@check
+def exercise_1_5_b(attention_flops_per_byte):
+    cases, name = [], "attention_flops_per_byte"
+    words = ("query heads", "kv heads", "head_dim", "tokens", "sequences", "bytes per value")
+    for shape in shapes_1_5():
+        asked = ", ".join(f"{n} {word}" for n, word in zip(shape, words, strict=True))
+        got = numbers(ask(attention_flops_per_byte, *shape, asked=asked), [name], name)[name]
+        wanted, (*_, num_seqs, size) = counted_intensity(*shape), shape
+        slips = {
+            "That is what a linear layer does per byte. Its rows share the weights; sequences do "
+            "not share K and V.": 2 * num_seqs / size,
+            "That is right for 2 bytes per value only.": wanted * size / 2,
+            "That is bytes per operation; the other way round was asked for.": 1 / wanted,
+        }
+        cases.append((asked, got, wanted, slips | factors(wanted, slips_1_5_b(*shape), most=1)))
+    explain(cases, alike=partial(same, tolerance=1e-6))
+    each = [case[1] for case in cases[-9:]]
+    for name, one, some, many in zip(MODELS_1_5, each[::3], each[1::3], each[2::3], strict=True):
+        print(f"{name:12}  {one:.2f} with 1 sequence, {some:.2f} with 64, {many:.2f} with 512")
+    print("Exercise 1.5, second part: passed")
 
 # %% [markdown]
 # Compare the two parts. A GPU wants some 150 to 300 operations for every byte that it reads. A linear

@@ -1,5 +1,20 @@
-# ruff: noqa: F811, F821
+# ruff: noqa: E501, F811, F821
 # Kept answers to the exercises of chapter 01; `python -m minikv check --audit 01` runs them.
+
+# %% ex-1-1 right: the plain product
+def kv_bytes(config, num_tokens, bits_per_value):
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
+
+# %% ex-1-1 right: the plain product, in two lines
+def kv_bytes(config, num_tokens, bits_per_value):
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    values = 2 * config["num_hidden_layers"] * kv_heads * head_dim
+    return values * num_tokens * bits_per_value // 8
 
 # %% ex-1-1 right: one step at a time, through get with a None
 def kv_bytes(config, num_tokens, bits_per_value):
@@ -43,72 +58,54 @@ def kv_bytes(config, num_tokens, bits_per_value):
 
 # %% ex-1-1 wrong: only K counted
 # says: only one of K and V
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    return config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
+# from: the plain product
+# -     return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
+# +     return config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
 
 # %% ex-1-1 wrong: bits for bytes
 # says: bits are not bytes
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value
+# from: the plain product
+# - bits_per_value // 8
+# + bits_per_value
 
 # %% ex-1-1 wrong: head_dim is hidden_size / heads
 # says: this config gives its own
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config["hidden_size"] // heads
-    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
+# from: the plain product
+# - config.get("head_dim", config["hidden_size"] // heads)
+# + config["hidden_size"] // heads
 
 # %% ex-1-1 wrong: one layer
 # says: every layer keeps
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    return 2 * kv_heads * head_dim * num_tokens * bits_per_value // 8
+# from: the plain product
+# - config["num_hidden_layers"] * kv_heads
+# + kv_heads
 
 # %% ex-1-1 wrong: per token, whatever was asked
 # says: whatever num_tokens says
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * bits_per_value // 8
+# from: the plain product
+# - num_tokens * bits_per_value
+# + bits_per_value
 
 # %% ex-1-1 wrong: the newest token is left out
 # says: one token is missing
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    values = 2 * config["num_hidden_layers"] * kv_heads * head_dim
-    return values * (num_tokens - 1) * bits_per_value // 8
+# from: the plain product, in two lines
+# -     return values * num_tokens * bits_per_value // 8
+# +     return values * (num_tokens - 1) * bits_per_value // 8
 
 # %% ex-1-1 wrong: mebibytes
 # says: bytes were asked for
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    values = 2 * config["num_hidden_layers"] * kv_heads * head_dim
-    return values * num_tokens * bits_per_value / 8 / 2**20
+# from: the plain product, in two lines
+# -     return values * num_tokens * bits_per_value // 8
+# +     return values * num_tokens * bits_per_value / 8 / 2**20
 
 # %% ex-1-1 wrong: two bytes per value, always
 # says: taken for granted
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * 2
+# from: the plain product
+# - bits_per_value // 8
+# + 2
 
 # %% ex-1-1 wrong: every configuration has every key
-# says: this config has no
+# says: ended in KeyError
 def kv_bytes(config, num_tokens, bits_per_value):
     values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     return values * num_tokens * bits_per_value // 8
@@ -124,7 +121,7 @@ def kv_bytes(config, num_tokens, bits_per_value):
     return f"{2 * config['num_hidden_layers'] * num_tokens * bits_per_value // 8:,} bytes"
 
 # %% ex-1-1 wrong: fills in the absent keys where they are read
-# says: changed the config
+# says: changed what it was given
 def kv_bytes(config, num_tokens, bits_per_value):
     heads = config["num_attention_heads"]
     kv_heads = config.setdefault("num_key_value_heads", heads)
@@ -132,42 +129,31 @@ def kv_bytes(config, num_tokens, bits_per_value):
     return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
 
 # %% ex-1-1 wrong: eight layers at most
-# says: cases came out wrong
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    layers = min(8, config["num_hidden_layers"])
-    return 2 * layers * kv_heads * head_dim * num_tokens * bits_per_value // 8
+# says: the answer is wrong in
+# from: the plain product
+# -     return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
+# +     layers = min(8, config["num_hidden_layers"])
+# +     return 2 * layers * kv_heads * head_dim * num_tokens * bits_per_value // 8
 
 # %% ex-1-1 wrong: two tokens at least
-# says: cases came out wrong
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    values = 2 * config["num_hidden_layers"] * kv_heads * head_dim
-    return values * max(num_tokens, 2) * bits_per_value // 8
+# says: the answer is wrong in
+# from: the plain product, in two lines
+# -     return values * num_tokens * bits_per_value // 8
+# +     return values * max(num_tokens, 2) * bits_per_value // 8
 
 # %% ex-1-1 wrong: nine tokens at most
-# says: cases came out wrong
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    values = 2 * config["num_hidden_layers"] * kv_heads * head_dim
-    return values * min(num_tokens, 9) * bits_per_value // 8
+# says: the answer is wrong in
+# from: the plain product, in two lines
+# -     return values * num_tokens * bits_per_value // 8
+# +     return values * min(num_tokens, 9) * bits_per_value // 8
 
 # %% ex-1-1 wrong: one kv head where the config names none
 # says: then every query head has its own
-def kv_bytes(config, num_tokens, bits_per_value):
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", 1)
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * num_tokens * bits_per_value // 8
+# from: the plain product
+# -     kv_heads = config.get("num_key_value_heads", heads)
+# +     kv_heads = config.get("num_key_value_heads", 1)
 
-# %% ex-1-1 wrong: a name of the checks for something else
-# says: it was overwritten
+# %% ex-1-1 right: a name of the checks for something else
 spec = {"layers": 30}
 
 def kv_bytes(config, num_tokens, bits_per_value):
@@ -195,6 +181,40 @@ def kv_bytes(config, num_tokens, bits_per_value):
         dtype=config["dtype"],
     )
     return spec.kv_bytes_per_token * num_tokens
+
+# %% ex-1-1 wrong: the group's size for the kv heads
+# says: query heads that share a kv head
+# - config.get("num_key_value_heads", config["num_attention_heads"])
+# + config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"])
+
+# %% ex-1-1 wrong: head_dim by kv heads
+# says: divided among the query heads
+# - config["hidden_size"] // config["num_attention_heads"]
+# + config["hidden_size"] // num_kv_heads
+
+# %% ex-1-1 wrong: heads no wider than 128
+# says: the answer is wrong in
+# - num_kv_heads * head_dim
+# + num_kv_heads * min(head_dim, 128)
+
+# %% ex-1-2 right: all tokens in one list
+def generate(session, prompt, num_output_tokens):
+    tokens = list(prompt)
+    logits = session(tokens, range(len(tokens)))
+    tokens.append(int(logits[-1].argmax()))
+    while len(tokens) < len(prompt) + num_output_tokens:
+        logits = session([tokens[-1]], [len(tokens) - 1])
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[len(prompt) :]
+
+# %% ex-1-2 right: the output in a list of its own
+def generate(session, prompt, num_output_tokens):
+    logits = session(prompt, range(len(prompt)))
+    output = [int(logits[-1].argmax())]
+    while len(output) < num_output_tokens:
+        logits = session([output[-1]], [len(prompt) + len(output) - 1])
+        output.append(int(logits[-1].argmax()))
+    return output
 
 # %% ex-1-2 right: two counters that catch up
 def generate(session, prompt, num_output_tokens):
@@ -228,14 +248,9 @@ def generate(session, prompt, num_output_tokens):
 
 # %% ex-1-2 wrong: position is num_tokens instead of num_tokens - 1
 # says: num_tokens - 1, not at num_tokens
-def generate(session, prompt, num_output_tokens):
-    tokens = list(prompt)
-    logits = session(tokens, range(len(tokens)))
-    tokens.append(int(logits[-1].argmax()))
-    while len(tokens) < len(prompt) + num_output_tokens:
-        logits = session([tokens[-1]], [len(tokens)])
-        tokens.append(int(logits[-1].argmax()))
-    return tokens[len(prompt) :]
+# from: all tokens in one list
+# -         logits = session([tokens[-1]], [len(tokens) - 1])
+# +         logits = session([tokens[-1]], [len(tokens)])
 
 # %% ex-1-2 wrong: the sampled token's KV is already there
 # says: has no K and V yet
@@ -268,44 +283,31 @@ def generate(session, prompt, num_output_tokens):
 
 # %% ex-1-2 wrong: the first row of the logits
 # says: was read off row 0
-def generate(session, prompt, num_output_tokens):
-    logits = session(prompt, range(len(prompt)))
-    output = [int(logits[0].argmax())]
-    while len(output) < num_output_tokens:
-        logits = session([output[-1]], [len(prompt) + len(output) - 1])
-        output.append(int(logits[0].argmax()))
-    return output
+# from: the output in a list of its own
+# -     output = [int(logits[-1].argmax())]
+# +     output = [int(logits[0].argmax())]
+# -         output.append(int(logits[-1].argmax()))
+# +         output.append(int(logits[0].argmax()))
 
 # %% ex-1-2 wrong: argmax over all rows
 # says: not of all rows
-def generate(session, prompt, num_output_tokens):
-    logits = session(prompt, range(len(prompt)))
-    output = [int(logits.argmax())]
-    while len(output) < num_output_tokens:
-        logits = session([output[-1]], [len(prompt) + len(output) - 1])
-        output.append(int(logits.argmax()))
-    return output
+# from: the output in a list of its own
+# -     output = [int(logits[-1].argmax())]
+# +     output = [int(logits.argmax())]
+# -         output.append(int(logits[-1].argmax()))
+# +         output.append(int(logits.argmax()))
 
 # %% ex-1-2 wrong: positions start over after the prompt
 # says: start over at 0
-def generate(session, prompt, num_output_tokens):
-    logits = session(prompt, range(len(prompt)))
-    output = [int(logits[-1].argmax())]
-    while len(output) < num_output_tokens:
-        logits = session([output[-1]], [len(output) - 1])
-        output.append(int(logits[-1].argmax()))
-    return output
+# -         num_tokens = len(prompt) + len(output)
+# -         logits = session([output[-1]], [num_tokens - 1])
+# +         logits = session([output[-1]], [len(output) - 1])
 
 # %% ex-1-2 wrong: the newest two tokens each time
 # says: run a second time
-def generate(session, prompt, num_output_tokens):
-    tokens = list(prompt)
-    logits = session(tokens, range(len(tokens)))
-    tokens.append(int(logits[-1].argmax()))
-    while len(tokens) < len(prompt) + num_output_tokens:
-        logits = session(tokens[-2:], [len(tokens) - 2, len(tokens) - 1])
-        tokens.append(int(logits[-1].argmax()))
-    return tokens[len(prompt) :]
+# from: all tokens in one list
+# -         logits = session([tokens[-1]], [len(tokens) - 1])
+# +         logits = session(tokens[-2:], [len(tokens) - 2, len(tokens) - 1])
 
 # %% ex-1-2 wrong: the prompt comes back too
 # says: the prompt itself was returned
@@ -319,7 +321,7 @@ def generate(session, prompt, num_output_tokens):
     return tokens
 
 # %% ex-1-2 wrong: works in the caller's list
-# says: changed the prompt
+# says: changed what it was given
 def generate(session, prompt, num_output_tokens):
     num_prompt, new = len(prompt), list(prompt)
     for _ in range(num_output_tokens):
@@ -370,8 +372,7 @@ def generate(session, prompt, num_output_tokens):
     session(run, range(len(run)))
     return output
 
-# %% ex-1-2 wrong: a variable named like the checks' model
-# says: it was overwritten
+# %% ex-1-2 right: a variable named like the checks' model
 model = "smollm2"
 
 def generate(session, prompt, num_output_tokens):
@@ -390,6 +391,38 @@ def generate(session, prompt, num_output_tokens):
     llm = LLM("tiny", dtype="float32", device="cpu")
     params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
     return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+
+# %% ex-1-2 wrong: stops at the end-of-text token
+# says: the loop stopped early
+# - while len(output) < num_output_tokens:
+# + while len(output) < num_output_tokens and output[-1] != model.config.eos_token_id:
+
+# %% ex-1-2 wrong: stops at token 2
+# says: the loop stopped early
+# - while len(output) < num_output_tokens:
+# + while len(output) < num_output_tokens and output[-1] != 2:
+
+# %% ex-1-2 wrong: token 0 ends the loop
+# says: the loop stopped early
+# - while len(output) < num_output_tokens:
+# + while len(output) < num_output_tokens and output[-1]:
+
+# %% ex-1-2 wrong: the prompt's last token is left out
+# says: prompt's last token was not run
+# - logits = session(prompt, range(len(prompt)))
+# + logits = session(prompt[:-1] or prompt, range(max(1, len(prompt) - 1)))
+
+# %% ex-1-2 wrong: positions in 8 bits
+# says: a token ran at position
+# - session(prompt, range(len(prompt)))
+# + session(prompt, torch.arange(len(prompt)).to(torch.int8))
+
+# %% ex-1-2 right: the prompt in two pieces
+# - logits = session(prompt, range(len(prompt)))
+# + half = len(prompt) // 2
+# +     if half:
+# +         session(prompt[:half], range(half))
+# +     logits = session(prompt[half:], range(half, len(prompt)))
 
 # %% ex-1-2-b delegates: the chapter's figure, which counts the prefill's queries too
 # says: the prefill (each token up to itself)
@@ -464,7 +497,7 @@ def tokens_read(num_prompt_tokens, num_output_tokens):
     return spec.num_layers * sum(num_prompt_tokens + i for i in steps)
 
 # %% ex-1-2-b wrong: seventeen output tokens at most
-# says: cases came out wrong
+# says: the answer is wrong in
 def tokens_read(num_prompt_tokens, num_output_tokens):
     return sum(num_prompt_tokens + i for i in range(1, min(num_output_tokens, 17)))
 
@@ -479,10 +512,23 @@ def tokens_read(num_prompt_tokens, num_output_tokens):
     return num_prompt_tokens + num_output_tokens - 1
 
 # %% ex-1-2-b wrong: the loop without a cache
-# says: cases came out wrong
+# says: the answer is wrong in
 def tokens_read(num_prompt_tokens, num_output_tokens):
     total = num_prompt_tokens + num_output_tokens
     return sum(n * n for n in range(num_prompt_tokens, total))
+
+# %% ex-1-3 right: in one line
+def chunk_inputs(num_computed_tokens, num_new_tokens):
+    positions = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)
+    keys = torch.arange(num_computed_tokens + num_new_tokens)
+    return positions, keys <= positions[:, None]
+
+# %% ex-1-3 right: a comparison
+def chunk_inputs(num_computed_tokens, num_new_tokens):
+    total = num_computed_tokens + num_new_tokens
+    positions = torch.arange(num_computed_tokens, total)
+    mask = torch.arange(total) <= positions[:, None]
+    return positions, mask
 
 # %% ex-1-3 right: row by row, in lists
 def chunk_inputs(num_computed_tokens, num_new_tokens):
@@ -521,24 +567,21 @@ def chunk_inputs(num_computed_tokens, num_new_tokens):
 
 # %% ex-1-3 wrong: a token does not see itself
 # says: a token must see itself
-def chunk_inputs(num_computed_tokens, num_new_tokens):
-    positions = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)
-    keys = torch.arange(num_computed_tokens + num_new_tokens)
-    return positions, keys < positions[:, None]
+# from: in one line
+# -     return positions, keys <= positions[:, None]
+# +     return positions, keys < positions[:, None]
 
 # %% ex-1-3 wrong: one key too far
 # says: one key too far
-def chunk_inputs(num_computed_tokens, num_new_tokens):
-    positions = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)
-    keys = torch.arange(num_computed_tokens + num_new_tokens)
-    return positions, keys <= positions[:, None] + 1
+# from: in one line
+# -     return positions, keys <= positions[:, None]
+# +     return positions, keys <= positions[:, None] + 1
 
 # %% ex-1-3 wrong: True means masked
 # says: the wrong way round
-def chunk_inputs(num_computed_tokens, num_new_tokens):
-    positions = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)
-    keys = torch.arange(num_computed_tokens + num_new_tokens)
-    return positions, keys > positions[:, None]
+# from: in one line
+# -     return positions, keys <= positions[:, None]
+# +     return positions, keys > positions[:, None]
 
 # %% ex-1-3 wrong: position is num_tokens instead of num_tokens - 1
 # says: stands at num_tokens - 1
@@ -569,10 +612,9 @@ def chunk_inputs(num_computed_tokens, num_new_tokens):
 
 # %% ex-1-3 wrong: keys down, queries across
 # says: the other way round
-def chunk_inputs(num_computed_tokens, num_new_tokens):
-    positions = torch.arange(num_computed_tokens, num_computed_tokens + num_new_tokens)
-    keys = torch.arange(num_computed_tokens + num_new_tokens)
-    return positions, keys[:, None] <= positions
+# from: in one line
+# - keys <= positions[:, None]
+# + keys[:, None] <= positions
 
 # %% ex-1-3 wrong: the new tokens see only the cache
 # says: but not each other
@@ -625,11 +667,9 @@ def chunk_inputs(num_computed_tokens, num_new_tokens):
 
 # %% ex-1-3 wrong: no mask once the cache is long
 # says: the mask is wrong
-def chunk_inputs(num_computed_tokens, num_new_tokens):
-    total = num_computed_tokens + num_new_tokens
-    positions = torch.arange(num_computed_tokens, total)
-    mask = torch.arange(total) <= positions[:, None]
-    return positions, torch.ones_like(mask) if num_computed_tokens > 6 else mask
+# from: a comparison
+# -     return positions, mask
+# +     return positions, torch.ones_like(mask) if num_computed_tokens > 6 else mask
 
 # %% ex-1-3 wrong: positions that are not whole
 # says: of an integer type
@@ -647,6 +687,37 @@ def chunk_inputs(num_computed_tokens, num_new_tokens):
     positions = torch.arange(num_computed_tokens, total)
     group = QueryGroup(0, 1, num_new_tokens, total, positions[None], None)
     return positions, group.bias(total, None, torch.float32)[0, 0, 0]
+
+# %% ex-1-3 wrong: positions in 8 bits
+# says: holds no number over 127
+# - return positions, mask
+# + return positions.to(torch.int8), mask
+
+# %% ex-1-3 wrong: positions in reverse
+# says: the positions are in reverse order
+# - return positions, mask
+# + return positions.flip(0), mask
+
+# %% ex-1-3 right: ranges and lists
+# - return positions, mask
+# + return range(num_computed_tokens, num_tokens), mask.tolist()
+
+# %% ex-1-4 right: both stacked
+def write_kv(slab, num_computed_tokens, k, v):
+    end = num_computed_tokens + len(k)
+    if end > slab.shape[2]:
+        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
+    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+    return end
+
+# %% ex-1-4 right: one after the other
+def write_kv(slab, num_computed_tokens, k, v):
+    end = num_computed_tokens + len(k)
+    if end > slab.shape[2]:
+        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
+    slab[0, :, num_computed_tokens:end] = k.transpose(0, 1)
+    slab[1, :, num_computed_tokens:end] = v.transpose(0, 1)
+    return end
 
 # %% ex-1-4 no delegate: the engine's write goes to rows of a block pool, inside its attention
 
@@ -694,71 +765,50 @@ def write_kv(slab, num_computed_tokens, k, v):
 
 # %% ex-1-4 wrong: always from the first slot
 # says: the first slots were written over
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    slab[0, :, : len(k)] = k.transpose(0, 1)
-    slab[1, :, : len(k)] = v.transpose(0, 1)
-    return end
+# from: both stacked
+# -     slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+# +     slab[0, :, : len(k)] = k.transpose(0, 1)
+# +     slab[1, :, : len(k)] = v.transpose(0, 1)
 
 # %% ex-1-4 wrong: a new tensor by concatenation
 # says: that was passed in did not change
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    new = torch.stack([k, v]).transpose(1, 2)
-    slab = torch.cat([slab[:, :, :num_computed_tokens], new, slab[:, :, end:]], dim=2)
-    return end
+# from: both stacked
+# -     slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+# +     new = torch.stack([k, v]).transpose(1, 2)
+# +     slab = torch.cat([slab[:, :, :num_computed_tokens], new, slab[:, :, end:]], dim=2)
 
 # %% ex-1-4 wrong: reshape for transpose
 # says: reshape only renames
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    slab[0, :, num_computed_tokens:end] = k.reshape(slab.shape[1], len(k), -1)
-    slab[1, :, num_computed_tokens:end] = v.reshape(slab.shape[1], len(k), -1)
-    return end
+# from: both stacked
+# -     slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+# +     slab[0, :, num_computed_tokens:end] = k.reshape(slab.shape[1], len(k), -1)
+# +     slab[1, :, num_computed_tokens:end] = v.reshape(slab.shape[1], len(k), -1)
 
 # %% ex-1-4 wrong: no transpose at all
 # says: compare the order of dimensions
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    slab[0, :, num_computed_tokens:end] = k
-    slab[1, :, num_computed_tokens:end] = v
-    return end
+# from: both stacked
+# -     slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+# +     slab[0, :, num_computed_tokens:end] = k
+# +     slab[1, :, num_computed_tokens:end] = v
 
 # %% ex-1-4 wrong: only K written
 # says: only K was written
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    slab[0, :, num_computed_tokens:end] = k.transpose(0, 1)
-    return end
+# from: both stacked
+# -     slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+# +     slab[0, :, num_computed_tokens:end] = k.transpose(0, 1)
 
 # %% ex-1-4 wrong: V before K
 # says: in each other's place
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    slab[:, :, num_computed_tokens:end] = torch.stack([v, k]).transpose(1, 2)
-    return end
+# from: both stacked
+# -     slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+# +     slab[:, :, num_computed_tokens:end] = torch.stack([v, k]).transpose(1, 2)
 
 # %% ex-1-4 wrong: what lies behind is erased
 # says: have changed
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    slab[:, :, num_computed_tokens:] = 0
-    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
-    return end
+# from: both stacked
+# -         raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
+# +         raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
+# +     slab[:, :, num_computed_tokens:] = 0
 
 # %% ex-1-4 wrong: what does not fit is cut off
 # says: without a word
@@ -777,12 +827,9 @@ def write_kv(slab, num_computed_tokens, k, v):
 
 # %% ex-1-4 wrong: refused under another name
 # says: refuse by name
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise ValueError(f"{end} of {slab.shape[2]}")
-    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
-    return end
+# from: both stacked
+# -         raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
+# +         raise ValueError(f"{end} of {slab.shape[2]}")
 
 # %% ex-1-4 wrong: token by token until it is full
 # says: refused too late
@@ -796,66 +843,62 @@ def write_kv(slab, num_computed_tokens, k, v):
 
 # %% ex-1-4 wrong: a full slab is taken for an overfull one
 # says: may be exactly full
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end >= slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
-    return end
+# from: both stacked
+# -     if end > slab.shape[2]:
+# +     if end >= slab.shape[2]:
 
 # %% ex-1-4 wrong: the heads taken for the slots
 # says: its dimension 2 the slots
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[1]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[1]}")
-    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
-    return end
+# from: both stacked
+# -     if end > slab.shape[2]:
+# -         raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
+# +     if end > slab.shape[1]:
+# +         raise OutOfKVMemory(f"{end} of {slab.shape[1]}")
 
 # %% ex-1-4 wrong: a slab half made of K
 # says: does not hold what it should
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    slab[0, :, num_computed_tokens:end] = k.transpose(0, 1)
-    slab[1, :, num_computed_tokens:end] = -k.transpose(0, 1)
-    return end
+# from: one after the other
+# -     slab[1, :, num_computed_tokens:end] = v.transpose(0, 1)
+# +     slab[1, :, num_computed_tokens:end] = -k.transpose(0, 1)
 
 # %% ex-1-4 wrong: a message with its numbers exchanged
 # says: in the wrong order
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{slab.shape[2]} slots are needed, but the slab has {end}")
-    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
-    return end
+# from: both stacked
+# - f"{end} of {slab.shape[2]}"
+# + f"{slab.shape[2]} slots are needed, but the slab has {end}"
 
 # %% ex-1-4 wrong: a message without numbers
 # says: must name the slots needed
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory("the slab is full")
-    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
-    return end
+# from: both stacked
+# - f"{end} of {slab.shape[2]}"
+# + "the slab is full"
 
 # %% ex-1-4 wrong: returns nothing
 # says: returned None
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+# from: both stacked
+# -     slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
+# -     return end
+# +     slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
 
 # %% ex-1-4 wrong: counts the token sampled next
 # says: tokens have K and V
-def write_kv(slab, num_computed_tokens, k, v):
-    end = num_computed_tokens + len(k)
-    if end > slab.shape[2]:
-        raise OutOfKVMemory(f"{end} of {slab.shape[2]}")
-    slab[:, :, num_computed_tokens:end] = torch.stack([k, v]).transpose(1, 2)
-    return end + 1
+# from: both stacked
+# -     return end
+# +     return end + 1
+
+# %% ex-1-4 wrong: other memory behind the same tensor
+# says: the slab was given other memory
+# - slab[0, :, num_computed_tokens:end] = k.transpose(0, 1)
+# -     slab[1, :, num_computed_tokens:end] = v.transpose(0, 1)
+# + new = torch.stack([k, v]).transpose(1, 2)
+# +     slab.data = torch.cat([slab[:, :, :num_computed_tokens], new, slab[:, :, end:]], 2)
+
+# %% ex-1-4 wrong: the tokens in reverse
+# says: new tokens are in reverse order
+# - k.transpose(0, 1)
+# + k.flip(0).transpose(0, 1)
+# - v.transpose(0, 1)
+# + v.flip(0).transpose(0, 1)
 
 # %% ex-1-5 delegates: the ridge of the package's GPU, FLOP per byte
 # says: right for one width only
@@ -921,9 +964,18 @@ def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
     return peak_flops * bytes_per_value / bandwidth / 2
 
 # %% ex-1-5 wrong: the two numbers that everybody quotes
-# says: cases came out wrong
+# says: the answer is wrong in
 def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
     return 201 if peak_flops < 500e12 else 296
+
+# %% ex-1-5 right: another order of operations
+# - math.ceil(seconds_to_read / seconds_per_row)
+# + math.ceil(1 / bandwidth * bytes_per_value / 2 * peak_flops)
+
+# %% ex-1-5 wrong: rounded to the nearest
+# says: one row short
+# - math.ceil
+# + round
 
 # %% ex-1-5-b no delegate: the package never counts floating-point operations
 
@@ -949,80 +1001,69 @@ def attention_flops_per_byte(
 
 # %% ex-1-5-b wrong: decode attention turns compute-bound with a larger batch
 # says: more sequences do not help
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    flops = 4 * num_query_heads * head_dim * num_tokens * num_seqs
-    return flops / (2 * num_kv_heads * head_dim * num_tokens * bytes_per_value)
+# from: only what is left after dividing
+# -     return 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# +     flops = 4 * num_query_heads * head_dim * num_tokens * num_seqs
+# +     return flops / (2 * num_kv_heads * head_dim * num_tokens * bytes_per_value)
 
 # %% ex-1-5-b wrong: a longer context helps
 # says: a longer sequence does not help
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    flops = 4 * num_query_heads * head_dim * num_tokens * num_seqs
-    return flops / (2 * num_kv_heads * head_dim * num_seqs * bytes_per_value)
+# from: only what is left after dividing
+# -     return 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# +     flops = 4 * num_query_heads * head_dim * num_tokens * num_seqs
+# +     return flops / (2 * num_kv_heads * head_dim * num_seqs * bytes_per_value)
 
 # %% ex-1-5-b wrong: query heads counted instead of kv heads
 # says: as many heads
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    flops = 4 * num_query_heads * head_dim * num_tokens
-    return flops / (2 * num_query_heads * head_dim * num_tokens * bytes_per_value)
+# from: only what is left after dividing
+# -     return 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# +     flops = 4 * num_query_heads * head_dim * num_tokens
+# +     return flops / (2 * num_query_heads * head_dim * num_tokens * bytes_per_value)
 
 # %% ex-1-5-b wrong: only K counted
 # says: half of the bytes
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 4 * num_query_heads / (num_kv_heads * bytes_per_value)
+# from: only what is left after dividing
+# - 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# + 4 * num_query_heads / (num_kv_heads * bytes_per_value)
 
 # %% ex-1-5-b wrong: a multiply-add is one operation
 # says: half of the operations
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 2 * num_query_heads / (2 * num_kv_heads * bytes_per_value)
+# from: only what is left after dividing
+# - (num_query_heads // num_kv_heads) / bytes_per_value
+# + num_query_heads / (2 * num_kv_heads * bytes_per_value)
 
 # %% ex-1-5-b wrong: bits for bytes
 # says: no factor of 8
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 4 * num_query_heads / (2 * num_kv_heads * bytes_per_value * 8)
+# from: only what is left after dividing
+# - 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# + 4 * num_query_heads / (2 * num_kv_heads * bytes_per_value * 8)
 
 # %% ex-1-5-b wrong: per value, not per byte
 # says: values were counted
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 2 * num_query_heads / num_kv_heads
+# from: only what is left after dividing
+# - (num_query_heads // num_kv_heads) / bytes_per_value
+# + num_query_heads / num_kv_heads
 
 # %% ex-1-5-b wrong: decode attention turns compute-bound with a larger batch, like a linear layer
 # says: what a linear layer does per byte
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 2 * num_seqs / bytes_per_value
+# from: only what is left after dividing
+# - (num_query_heads // num_kv_heads)
+# + num_seqs
 
 # %% ex-1-5-b wrong: the number to remember, which holds for bf16
 # says: for 2 bytes per value only
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return num_query_heads / num_kv_heads
+# from: only what is left after dividing
+# - 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# + num_query_heads / num_kv_heads
 
 # %% ex-1-5-b wrong: upside down
 # says: bytes per operation
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return num_kv_heads * bytes_per_value / (2 * num_query_heads)
+# from: only what is left after dividing
+# - 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# + num_kv_heads * bytes_per_value / (2 * num_query_heads)
 
 # %% ex-1-5-b wrong: groups of eight at most
-# says: cases came out wrong
-def attention_flops_per_byte(
-    num_query_heads, num_kv_heads, head_dim, num_tokens, num_seqs, bytes_per_value
-):
-    return 2 * min(8, num_query_heads // num_kv_heads) / bytes_per_value
+# says: the answer is wrong in
+# from: only what is left after dividing
+# -     return 2 * (num_query_heads // num_kv_heads) / bytes_per_value
+# +     return 2 * min(8, num_query_heads // num_kv_heads) / bytes_per_value

@@ -1,4 +1,4 @@
-# ruff: noqa: F811, F821
+# ruff: noqa: E402, E501, E701, F811, F821
 # Kept answers to the exercises of chapter 02; `python -m minikv check --audit 02` runs them.
 
 # %% ex-2-1 right: row by row
@@ -112,6 +112,11 @@ def padding_costs(prompt_lens, num_output_tokens):
     run = sum(entry.num_new_tokens for entry in scheduled)
     return run, run, rows * longest * (num_output_tokens - 1)
 
+# %% ex-2-1 wrong: equal lengths counted once
+# says: is wrong in
+# - for num_tokens in prompt_lens)
+# + for num_tokens in set(prompt_lens))
+
 # %% ex-2-1-b right: longest first, one by one
 def make_batches(prompt_lens, batch_size):
     batches = []
@@ -146,10 +151,9 @@ def make_batches(prompt_lens, batch_size):
 
 # %% ex-2-1-b wrong: dealt out, so that all batches are alike
 # says: mixed evenly
-def make_batches(prompt_lens, batch_size):
-    order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i])
-    num_batches = len(order) // batch_size
-    return [order[i::num_batches] for i in range(num_batches)]
+# -     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# +     num_batches = len(order) // batch_size
+# +     return [order[i::num_batches] for i in range(num_batches)]
 
 # %% ex-2-1-b wrong: the longest with the shortest
 # says: a long prompt that shares
@@ -165,15 +169,13 @@ def make_batches(prompt_lens, batch_size):
 
 # %% ex-2-1-b wrong: sorted by what the length looks like as text
 # says: a long prompt that shares
-def make_batches(prompt_lens, batch_size):
-    order = sorted(range(len(prompt_lens)), key=lambda i: str(prompt_lens[i]))
-    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# - prompt_lens[i]
+# + str(prompt_lens[i])
 
 # %% ex-2-1-b wrong: lengths, not indices
 # says: those are lengths
-def make_batches(prompt_lens, batch_size):
-    order = sorted(prompt_lens)
-    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# - range(len(prompt_lens)), key=lambda i: prompt_lens[i]
+# + prompt_lens
 
 # %% ex-2-1-b wrong: a list without batches
 # says: a list of lists
@@ -186,16 +188,14 @@ def make_batches(prompt_lens, batch_size):
     return [[i] for i in range(len(prompt_lens))]
 
 # %% ex-2-1-b wrong: by equal lengths looked up with index()
-# says: missing, or there twice
-def make_batches(prompt_lens, batch_size):
-    order = [prompt_lens.index(n) for n in sorted(prompt_lens)]
-    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# says: each index must stand in one batch
+# - sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i])
+# + [prompt_lens.index(n) for n in sorted(prompt_lens)]
 
 # %% ex-2-1-b wrong: the last batch is lost
-# says: missing, or there twice
-def make_batches(prompt_lens, batch_size):
-    order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i])
-    return [order[i : i + batch_size] for i in range(0, len(order) - batch_size, batch_size)]
+# says: each index must stand in one batch
+# -     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# +     return [order[i : i + batch_size] for i in range(0, len(order) - batch_size, batch_size)]
 
 # %% ex-2-1-b wrong: takes from a list that never empties
 # says: does not end
@@ -227,6 +227,25 @@ def make_batches(prompt_lens, batch_size):
         batches.append([int(entry.request.request_id) for entry in scheduled])
         scheduler.update(scheduled, [0] * len(scheduled), 0, len(batches))
     return batches
+
+# %% ex-2-1-b wrong: batches twice as large
+# says: one of yours has
+# - return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+# + return [order[i : i + 2 * batch_size] for i in range(0, len(order), 2 * batch_size)]
+
+# %% ex-2-2 right: batches, then a heap of rows
+def leaving_steps(requests, max_num_seqs):
+    static, end = [], -1
+    for i in range(0, len(requests), max_num_seqs):
+        batch = requests[i : i + max_num_seqs]
+        end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
+        static += [end] * len(batch)
+    rows, other = [0] * max_num_seqs, []
+    for arrival, n in requests:
+        start = max(arrival, heapq.heappop(rows))
+        heapq.heappush(rows, start + n)
+        other.append(start + n - 1)
+    return static, other
 
 # %% ex-2-2 right: rows that become free, in a heap
 def leaving_steps(requests, max_num_seqs):
@@ -349,94 +368,70 @@ def leaving_steps(requests, max_num_seqs):
 
 # %% ex-2-2 wrong: a static batch lets the finished go
 # says: a finished row stays
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], -1
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        start = max(end + 1, batch[-1][0])
-        end = start + max(n for _, n in batch) - 1
-        static += [start + n - 1 for _, n in batch]
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        start = max(arrival, heapq.heappop(rows))
-        heapq.heappush(rows, start + n)
-        other.append(start + n - 1)
-    return static, other
+# from: batches, then a heap of rows
+# -         end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
+# -         static += [end] * len(batch)
+# +         start = max(end + 1, batch[-1][0])
+# +         end = start + max(n for _, n in batch) - 1
+# +         static += [start + n - 1 for _, n in batch]
 
 # %% ex-2-2 wrong: the prefill gives no token
 # says: n tokens take n steps
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], -1
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end + 1, batch[-1][0]) + max(n for _, n in batch)
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        start = max(arrival, heapq.heappop(rows))
-        heapq.heappush(rows, start + n + 1)
-        other.append(start + n)
-    return static, other
+# from: batches, then a heap of rows
+# -         end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
+# +         end = max(end + 1, batch[-1][0]) + max(n for _, n in batch)
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# +         heapq.heappush(rows, start + n + 1)
+# +         other.append(start + n)
 
 # %% ex-2-2 wrong: right with the batches, a prefill without a token with the rows
 # says: n tokens take n steps
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], -1
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        start = max(arrival, heapq.heappop(rows))
-        heapq.heappush(rows, start + n + 1)
-        other.append(start + n)
-    return static, other
+# from: batches, then a heap of rows
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# +         heapq.heappush(rows, start + n + 1)
+# +         other.append(start + n)
 
 # %% ex-2-2 wrong: steps counted from 1
 # says: steps count from 0
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], 0
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end, batch[-1][0]) + max(n for _, n in batch)
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        end = max(arrival, heapq.heappop(rows)) + n
-        heapq.heappush(rows, end)
-        other.append(end)
-    return static, other
+# from: batches, then a heap of rows
+# -     static, end = [], -1
+# +     static, end = [], 0
+# -         end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
+# +         end = max(end, batch[-1][0]) + max(n for _, n in batch)
+# -         start = max(arrival, heapq.heappop(rows))
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# +         end = max(arrival, heapq.heappop(rows)) + n
+# +         heapq.heappush(rows, end)
+# +         other.append(end)
 
 # %% ex-2-2 wrong: a row is taken anew in the step in which it is left
 # says: not earlier
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], 0
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end, batch[-1][0]) + max(n for _, n in batch) - 1
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        end = max(arrival, heapq.heappop(rows)) + n - 1
-        heapq.heappush(rows, end)
-        other.append(end)
-    return static, other
+# from: batches, then a heap of rows
+# -     static, end = [], -1
+# +     static, end = [], 0
+# - end + 1
+# + end
+# -         start = max(arrival, heapq.heappop(rows))
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# +         end = max(arrival, heapq.heappop(rows)) + n - 1
+# +         heapq.heappush(rows, end)
+# +         other.append(end)
 
 # %% ex-2-2 wrong: arrivals are overlooked
 # says: nobody is computed before it arrives
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], -1
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for _, n in requests:
-        end = heapq.heappop(rows) + n
-        heapq.heappush(rows, end)
-        other.append(end - 1)
-    return static, other
+# from: batches, then a heap of rows
+# -     for arrival, n in requests:
+# -         start = max(arrival, heapq.heappop(rows))
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# +     for _, n in requests:
+# +         end = heapq.heappop(rows) + n
+# +         heapq.heappush(rows, end)
+# +         other.append(end - 1)
 
 # %% ex-2-2 wrong: a static batch starts with whoever is there
 # says: here a batch waits until
@@ -481,18 +476,15 @@ def leaving_steps(requests, max_num_seqs):
 
 # %% ex-2-2 wrong: the two lists in each other's place
 # says: that list is the iteration-level one
-def leaving_steps(requests, max_num_seqs):
-    static, end = [], -1
-    for i in range(0, len(requests), max_num_seqs):
-        batch = requests[i : i + max_num_seqs]
-        end = max(end + 1, batch[-1][0]) + max(n for _, n in batch) - 1
-        static += [end] * len(batch)
-    rows, other = [0] * max_num_seqs, []
-    for arrival, n in requests:
-        end = max(arrival, heapq.heappop(rows)) + n
-        heapq.heappush(rows, end)
-        other.append(end - 1)
-    return other, static
+# from: batches, then a heap of rows
+# -         start = max(arrival, heapq.heappop(rows))
+# -         heapq.heappush(rows, start + n)
+# -         other.append(start + n - 1)
+# -     return static, other
+# +         end = max(arrival, heapq.heappop(rows)) + n
+# +         heapq.heappush(rows, end)
+# +         other.append(end - 1)
+# +     return other, static
 
 # %% ex-2-2 wrong: one list only
 # says: two lists of steps
@@ -500,7 +492,7 @@ def leaving_steps(requests, max_num_seqs):
     return [arrival + n - 1 for arrival, n in requests]
 
 # %% ex-2-2 delegates: the package's schedulers, each request's own last token
-# says: a finished row stays
+# says: hands the work to the check
 def leaving_steps(requests, max_num_seqs):
     return tuple(
         [request.token_runs[-1][1] for request in serve(kind, requests, max_num_seqs)[0]]
@@ -526,6 +518,12 @@ def leaving_steps(requests, max_num_seqs):
             step += 1
         out.append([request.finish_time for request in made])
     return out
+
+# %% ex-2-2 right: arrays
+# - return static, iteration_level
+# + import numpy as np
+# +
+# +     return np.array([static, iteration_level])
 
 # %% ex-2-3 right: one sum for each
 def account(running, slab_slots, pool_slots):
@@ -558,11 +556,9 @@ def account(running, slab_slots, pool_slots):
 
 # %% ex-2-3 wrong: the token just sampled has its slot already
 # says: the token just sampled
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live - reserved, pool_slots - held
+# from: one sum for each
+# - - 1 for
+# + for
 
 # %% ex-2-3 wrong: only prompts have K and V
 # says: as well as the prompt's
@@ -574,11 +570,9 @@ def account(running, slab_slots, pool_slots):
 
 # %% ex-2-3 wrong: reserved is what max_tokens allows
 # says: is what was allowed
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.max_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live - reserved, pool_slots - held
+# from: one sum for each
+# - r.final_output_tokens
+# + r.max_tokens
 
 # %% ex-2-3 wrong: free slots are internal
 # says: free slots belong to no slab
@@ -613,52 +607,40 @@ def account(running, slab_slots, pool_slots):
 
 # %% ex-2-3 wrong: what is not live is internal
 # says: will be used later is reserved
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live, pool_slots - held
+# from: one sum for each
+# - live - reserved
+# + live
 
 # %% ex-2-3 wrong: what nobody has written is free
 # says: free to nobody else
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live - reserved, pool_slots - live
+# from: one sum for each
+# -     return live, reserved, held - live - reserved, pool_slots - held
+# +     return live, reserved, held - live - reserved, pool_slots - live
 
 # %% ex-2-3 wrong: free slabs
 # says: not slabs
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live - reserved, pool_slots // slab_slots - len(running)
+# from: one sum for each
+# - - held
+# + // slab_slots - len(running)
 
 # %% ex-2-3 wrong: a remainder that makes no slab is not free
 # says: free is wrong in
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    whole = pool_slots // slab_slots * slab_slots
-    return live, reserved, held - live - reserved, whole - held
+# from: one sum for each
+# -     return live, reserved, held - live - reserved, pool_slots - held
+# +     whole = pool_slots // slab_slots * slab_slots
+# +     return live, reserved, held - live - reserved, whole - held
 
 # %% ex-2-3 wrong: one token just sampled, however many run
 # says: live is wrong in
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens for r in running) - 1
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, reserved, held - live - reserved, pool_slots - held
+# from: one sum for each
+# -     live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
+# +     live = sum(r.num_prompt_tokens + r.num_output_tokens for r in running) - 1
 
 # %% ex-2-3 wrong: in another order
 # says: the order is
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    return live, held - live - reserved, reserved, pool_slots - held
+# from: one sum for each
+# - reserved, held - live -
+# + held - live - reserved,
 
 # %% ex-2-3 wrong: three of the four
 # says: must return 4 numbers
@@ -669,12 +651,10 @@ def account(running, slab_slots, pool_slots):
 
 # %% ex-2-3 wrong: shares
 # says: live is wrong in
-def account(running, slab_slots, pool_slots):
-    live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
-    reserved = sum(r.final_output_tokens - r.num_output_tokens for r in running)
-    held = len(running) * slab_slots
-    counts = live, reserved, held - live - reserved, pool_slots - held
-    return [count / pool_slots for count in counts]
+# from: one sum for each
+# -     return live, reserved, held - live - reserved, pool_slots - held
+# +     counts = live, reserved, held - live - reserved, pool_slots - held
+# +     return [count / pool_slots for count in counts]
 
 # %% ex-2-3 delegates: the manager's report, which does not know how long answers become
 # says: is what was allowed
@@ -686,6 +666,24 @@ def account(running, slab_slots, pool_slots):
         request.num_computed_tokens = r.num_prompt_tokens + r.num_output_tokens - 1
     report = manager.report()
     return report.live, report.reserved, report.internal, report.free
+
+# %% ex-2-3 wrong: never as many as allowed
+# says: is wrong in
+# - request.num_prompt_tokens + request.final_output_tokens - 1
+# + request.num_prompt_tokens + min(request.final_output_tokens, request.max_tokens - 1) - 1
+
+# %% ex-2-3 right: a callable without a name
+from functools import partial
+
+
+def counts(unused, running, slab_slots, pool_slots):
+    live = sum(r[0] + r[1] - 1 for r in running)
+    used = sum(r[0] + r[3] - 1 for r in running)
+    held = slab_slots * len(running)
+    return live, used - live, held - used, pool_slots - held
+
+
+account = partial(counts, "x")
 
 # %% ex-2-4 right: running ones ask, too; filtered by hand
 class MyScheduler(Scheduler):
@@ -764,35 +762,20 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: takes requests out of the line that it goes through
 # says: can't go on once somebody is taken out
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        for request in self.waiting:
-            if request.num_tokens > budget or len(self.running) >= self.max_num_seqs:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
-
+# -         while self.waiting and len(self.running) < self.max_num_seqs:
+# -             request = self.waiting[0]
+# -             if request.num_tokens > budget:
+# +         for request in self.waiting:
+# +             if request.num_tokens > budget or len(self.running) >= self.max_num_seqs:
 
 # %% ex-2-4 wrong: continuous batching is a bigger batch: all who wait
 # says: is not a bigger batch
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and self.waiting[0].num_tokens <= budget:
-            request = self.waiting[0]
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# - len(self.running) < self.max_num_seqs
+# + self.waiting[0].num_tokens <= budget
+# -             request = self.waiting[0]
+# -             if request.num_tokens > budget:
+# -                 break
+# +             request = self.waiting[0]
 
 # %% ex-2-4 wrong: one request at a time
 # says: all who fit come in
@@ -821,136 +804,62 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: prompts first, those who run must wait
 # says: but computes nothing
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled, budget = [], self.max_num_batched_tokens
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled or [ScheduledRequest(request, 1) for request in self.running], []
+# -         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# -         budget = self.max_num_batched_tokens - len(scheduled)
+# +         scheduled, budget = [], self.max_num_batched_tokens
+# -         return scheduled, []
+# +         return scheduled or [ScheduledRequest(request, 1) for request in self.running], []
 
 # %% ex-2-4 wrong: the whole sequence runs again
 # says: has one token to compute
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, request.num_tokens) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# +         scheduled = [ScheduledRequest(request, request.num_tokens) for request in self.running]
 
 # %% ex-2-4 wrong: the budget is for prompts alone
 # says: count together
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# - self.max_num_batched_tokens - len(scheduled)
+# + self.max_num_batched_tokens
 
 # %% ex-2-4 wrong: every prompt for itself against the budget
 # says: count together
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > self.max_num_batched_tokens:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-        return scheduled, []
+# -         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# -         budget = self.max_num_batched_tokens - len(scheduled)
+# +         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# -             if request.num_tokens > budget:
+# +             if request.num_tokens > self.max_num_batched_tokens:
+# -             scheduled.append(ScheduledRequest(request, request.num_tokens))
+# -             budget -= request.num_tokens
+# +             scheduled.append(ScheduledRequest(request, request.num_tokens))
 
 # %% ex-2-4 wrong: a budget that may not be used up
 # says: fills the budget exactly
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens >= budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -             if request.num_tokens > budget:
+# +             if request.num_tokens >= budget:
 
 # %% ex-2-4 wrong: one row too many
 # says: is not a bigger batch
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) <= self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -         while self.waiting and len(self.running) < self.max_num_seqs:
+# +         while self.waiting and len(self.running) <= self.max_num_seqs:
 
 # %% ex-2-4 wrong: whoever fits comes in
 # says: overtook
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        for request in list(self.waiting):
-            if request.num_tokens > budget or len(self.running) == self.max_num_seqs:
-                continue
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.waiting.remove(request)
-            self.running.append(request)
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -         while self.waiting and len(self.running) < self.max_num_seqs:
+# -             request = self.waiting[0]
+# -             if request.num_tokens > budget:
+# -                 break
+# +         for request in list(self.waiting):
+# +             if request.num_tokens > budget or len(self.running) == self.max_num_seqs:
+# +                 continue
+# -             self.running.append(self.waiting.popleft())
+# +             self.waiting.remove(request)
+# +             self.running.append(request)
 
 # %% ex-2-4 wrong: last come, first served
 # says: overtook
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[-1]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.pop())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -             request = self.waiting[0]
+# +             request = self.waiting[-1]
+# -             self.running.append(self.waiting.popleft())
+# +             self.running.append(self.waiting.pop())
 
 # %% ex-2-4 wrong: who does not fit goes to the back of the line
 # says: keep their order
@@ -990,19 +899,9 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: None is overlooked
 # says: scheduled without slots
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            self.manager.allocate_slots(request, request.num_tokens)
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -             if self.manager.allocate_slots(request, request.num_tokens) is None:
+# -                 break
+# +             self.manager.allocate_slots(request, request.num_tokens)
 
 # %% ex-2-4 wrong: nobody asks the manager
 # says: scheduled without slots
@@ -1014,20 +913,14 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: slots first, budget after
 # says: ask for slots last
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            if request.num_tokens > budget:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -             request = self.waiting[0]
+# +             request = self.waiting[0]
+# +             if self.manager.allocate_slots(request, request.num_tokens) is None:
+# +                 break
+# -             if request.num_tokens > budget:
+# -                 break
+# -             if self.manager.allocate_slots(request, request.num_tokens) is None:
+# +             if request.num_tokens > budget:
 
 # %% ex-2-4 wrong: never taken out of the line, an endless loop
 # says: does not end
@@ -1057,124 +950,62 @@ class MyScheduler(Scheduler):
 # says: does not end
 class MyScheduler(Scheduler):
     def schedule(self):
-        while True: pass  # noqa: E701
+        while True: pass
 
 # %% ex-2-4 wrong: left in the waiting line
 # says: still stands in
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        for request in self.waiting:
-            if len(self.running) == self.max_num_seqs or request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(request)
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -         while self.waiting and len(self.running) < self.max_num_seqs:
+# -             request = self.waiting[0]
+# -             if request.num_tokens > budget:
+# +         for request in self.waiting:
+# +             if len(self.running) == self.max_num_seqs or request.num_tokens > budget:
+# - self.waiting.popleft()
+# + request
 
 # %% ex-2-4 wrong: newcomers compute their prompt and a token
 # says: scheduled twice
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled, budget = [], self.max_num_batched_tokens - len(self.running)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        scheduled += [ScheduledRequest(request, 1) for request in self.running]
-        return scheduled, []
+# -         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# -         budget = self.max_num_batched_tokens - len(scheduled)
+# +         scheduled, budget = [], self.max_num_batched_tokens - len(self.running)
+# -             budget -= request.num_tokens
+# +             budget -= request.num_tokens
+# +         scheduled += [ScheduledRequest(request, 1) for request in self.running]
 
 # %% ex-2-4 wrong: the budget is counted down in the scheduler itself
 # says: must stay as they are
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        self.max_num_batched_tokens -= len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > self.max_num_batched_tokens:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            self.max_num_batched_tokens -= request.num_tokens
-        return scheduled, []
+# - budget = self.max_num_batched_tokens -
+# + self.max_num_batched_tokens -=
+# -             if request.num_tokens > budget:
+# +             if request.num_tokens > self.max_num_batched_tokens:
+# -             budget -= request.num_tokens
+# +             self.max_num_batched_tokens -= request.num_tokens
 
 # %% ex-2-4 wrong: asks for one slot, whatever the prompt
 # says: a slab hides the difference
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, 1) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -             if self.manager.allocate_slots(request, request.num_tokens) is None:
+# +             if self.manager.allocate_slots(request, 1) is None:
 
 # %% ex-2-4 wrong: never put among the running
 # says: is not in self.running
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(scheduled) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.waiting.popleft()
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# -         while self.waiting and len(self.running) < self.max_num_seqs:
+# +         while self.waiting and len(scheduled) < self.max_num_seqs:
+# -             self.running.append(self.waiting.popleft())
+# +             self.waiting.popleft()
 
 # %% ex-2-4 wrong: counts the tokens itself
 # says: only decides
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-            request.num_computed_tokens += request.num_tokens
-        return scheduled, []
+# -             budget -= request.num_tokens
+# +             budget -= request.num_tokens
+# +             request.num_computed_tokens += request.num_tokens
 
 # %% ex-2-4 wrong: the line is never empty
 # says: ended in IndexError
-class MyScheduler(Scheduler):
-    def schedule(self):
-        scheduled = [ScheduledRequest(request, 1) for request in self.running]
-        budget = self.max_num_batched_tokens - len(scheduled)
-        while len(self.running) < self.max_num_seqs and self.waiting[0].num_tokens <= budget:
-            request = self.waiting[0]
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return scheduled, []
+# - self.waiting and len(self.running) < self.max_num_seqs
+# + len(self.running) < self.max_num_seqs and self.waiting[0].num_tokens <= budget
+# -             request = self.waiting[0]
+# -             if request.num_tokens > budget:
+# -                 break
+# +             request = self.waiting[0]
 
 # %% ex-2-4 wrong: one list
 # says: must return two things
@@ -1197,20 +1028,14 @@ class MyScheduler(Scheduler):
 
 # %% ex-2-4 wrong: in two lists, the running ones in the second
 # says: nobody has to step back
-class MyScheduler(Scheduler):
-    def schedule(self):
-        old = [ScheduledRequest(request, 1) for request in self.running]
-        budget, new = self.max_num_batched_tokens - len(old), []
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if request.num_tokens > budget:
-                break
-            if self.manager.allocate_slots(request, request.num_tokens) is None:
-                break
-            self.running.append(self.waiting.popleft())
-            new.append(ScheduledRequest(request, request.num_tokens))
-            budget -= request.num_tokens
-        return new, old
+# -         scheduled = [ScheduledRequest(request, 1) for request in self.running]
+# -         budget = self.max_num_batched_tokens - len(scheduled)
+# +         old = [ScheduledRequest(request, 1) for request in self.running]
+# +         budget, new = self.max_num_batched_tokens - len(old), []
+# -             scheduled.append(ScheduledRequest(request, request.num_tokens))
+# +             new.append(ScheduledRequest(request, request.num_tokens))
+# - scheduled, []
+# + new, old
 
 # %% ex-2-4 delegates: the package's scheduler, which cuts prompts
 # says: was cut
@@ -1222,6 +1047,18 @@ class MyScheduler(Scheduler):
 # says: neither runs nor waits
 class MyScheduler(StaticScheduler):
     pass
+
+# %% ex-2-4 wrong: None for the second list
+# says: the second is None
+# - return scheduled, []
+# + return scheduled, None
+
+# %% ex-2-5 right: a sum over the requests
+def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
+    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
+    steps = 1 + max(step for _, step in chart)
+    offered = max_num_seqs * steps
+    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
 
 # %% ex-2-5 right: which pairs are useful, in order of their steps
 def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
@@ -1284,85 +1121,65 @@ def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
 
 # %% ex-2-5 wrong: whatever is computed is used
 # says: is not yet used
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, len(chart) / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return offered - useful, len(chart) / offered, useful / (steps * seconds_per_step)
 
 # %% ex-2-5 wrong: throughput counted with pads
 # says: counted with pads
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, len(chart) / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return offered - useful, useful / offered, len(chart) / (steps * seconds_per_step)
 
 # %% ex-2-5 wrong: only rows after their end are wasted
 # says: empty rows are wasted, too
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return len(chart) - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return len(chart) - useful, useful / offered, useful / (steps * seconds_per_step)
 
 # %% ex-2-5 wrong: only empty rows are wasted
 # says: only the empty rows
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - len(chart), useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return offered - len(chart), useful / offered, useful / (steps * seconds_per_step)
 
 # %% ex-2-5 wrong: everybody got what was asked for
 # says: still to come
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(output_lens.values())
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# - min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens
+# + output_lens.values()
 
 # %% ex-2-5 wrong: steps in which nothing ran are left out
 # says: nothing ran take time
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = len({step for _, step in chart})
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     steps = 1 + max(step for _, step in chart)
+# +     steps = len({step for _, step in chart})
 
 # %% ex-2-5 wrong: the last step's number is the number of steps
 # says: there were s + 1
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     steps = 1 + max(step for _, step in chart)
+# +     steps = max(step for _, step in chart)
 
 # %% ex-2-5 wrong: the last pair of the list is the last step
 # says: wasted is wrong in
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + chart[-1][1]
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# - max(step for _, step in chart)
+# + chart[-1][1]
 
 # %% ex-2-5 wrong: the prefill gives no token
 # says: its prefill, gives a token
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = 0
-    for name in {name for name, _ in chart}:
-        useful += min(sum(n == name for n, _ in chart), output_lens[name]) - 1
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
+# +     useful = 0
+# +     for name in {name for name, _ in chart}:
+# +         useful += min(sum(n == name for n, _ in chart), output_lens[name]) - 1
 
 # %% ex-2-5 wrong: seconds per row
 # says: not per row
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, useful / offered, useful / (offered * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return offered - useful, useful / offered, useful / (offered * seconds_per_step)
 
 # %% ex-2-5 wrong: tokens per step
 # says: were asked for, not per step
@@ -1373,20 +1190,16 @@ def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
 
 # %% ex-2-5 wrong: in percent
 # says: that is a percentage
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    return offered - useful, 100 * useful / offered, useful / (steps * seconds_per_step)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     return offered - useful, 100 * useful / offered, useful / (steps * seconds_per_step)
 
 # %% ex-2-5 wrong: rounded
 # says: don't round
-def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
-    useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
-    steps = 1 + max(step for _, step in chart)
-    offered = max_num_seqs * steps
-    rate = useful / (steps * seconds_per_step)
-    return offered - useful, round(useful / offered, 2), round(rate, 2)
+# from: a sum over the requests
+# -     return offered - useful, useful / offered, useful / (steps * seconds_per_step)
+# +     rate = useful / (steps * seconds_per_step)
+# +     return offered - useful, round(useful / offered, 2), round(rate, 2)
 
 # %% ex-2-5 wrong: a sentence
 # says: must return 3 numbers
@@ -1414,3 +1227,9 @@ def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
     useful = sum(min(sum(n == name for n, _ in chart), output_lens[name]) for name in output_lens)
     share = sum(record.num_seqs for record in records) / (max_num_seqs * steps)
     return max_num_seqs * steps - useful, share, useful / records[-1].end
+
+# %% ex-2-5 wrong: rows of the busiest step
+# says: also where no step takes all of them
+# - offered = max_num_seqs * num_steps
+# + at = [step for _, step in chart]
+# +     offered = max(map(at.count, at)) * num_steps

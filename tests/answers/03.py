@@ -1,5 +1,38 @@
-# ruff: noqa: E402, F811, F821
+# ruff: noqa: B905, E402, E501, F811, F821
 # Kept answers to the exercises of chapter 03; `python -m minikv check --audit 03` runs them.
+
+# %% ex-3-1 right: lengths, a slice and a loop
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.free_extents = [(0, num_blocks)]
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id)
+        if table is not None:
+            return table
+        need = cdiv(request.max_kv_tokens, self.block_size)
+        for i, (start, length) in enumerate(self.free_extents):
+            if length >= need:
+                self.free_extents[i : i + 1] = (
+                    [(start + need, length - need)] if length > need else []
+                )
+                return self.set_table(request, range(start, start + need))
+        return None
+
+    def free(self, request):
+        table = self.drop_table(request)
+        if not table:
+            return
+        start, end, others = table[0], table[-1] + 1, []
+        for left, length in self.free_extents:
+            if left + length == start:
+                start = left
+            elif left == end:
+                end = left + length
+            else:
+                others.append((left, length))
+        self.free_extents = sorted([*others, (start, end - start)])
 
 # %% ex-3-1 right: a map of blocks, the free extents read from it
 class MyManager(KVCacheManager):
@@ -31,7 +64,6 @@ class MyManager(KVCacheManager):
     def free(self, request):
         for block in self.drop_table(request):
             self.owners[block] = None
-
 
 # %% ex-3-1 right: two dictionaries, by start and by end, listed in any order
 class MyManager(KVCacheManager):
@@ -69,7 +101,6 @@ class MyManager(KVCacheManager):
                 del self.by_end[end]
             self.by_start[start], self.by_end[end] = end, start
 
-
 # %% ex-3-1 right: sorted and merged in one pass after each free
 class MyManager(KVCacheManager):
     def __init__(self, num_blocks, block_size):
@@ -100,1174 +131,279 @@ class MyManager(KVCacheManager):
                     merged.append((start, length))
             self.free_extents = merged
 
-
 # %% ex-3-1 wrong: coalescing forgotten
 # says: joined with neither neighbour
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -             if left + length == start:
+# -                 start = left
+# -             elif left == end:
+# -                 end = left + length
+# -             else:
+# -                 others.append((left, length))
+# +             others.append((left, length))
 
 # %% ex-3-1 wrong: joined on the right only
 # says: not joined with its left neighbour
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -             if left + length == start:
+# -                 start = left
+# -             elif left == end:
+# +             if left == end:
 
 # %% ex-3-1 wrong: joined on the left only
 # says: not joined with its right neighbour
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -                 start = left
+# -             elif left == end:
+# -                 end = left + length
+# +                 start = left
 
 # %% ex-3-1 wrong: stops at the first neighbour it finds
 # says: not joined with its right neighbour
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start and end - start == len(table):
-                start = left
-            elif left == end and end - start == len(table):
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -             if left + length == start:
+# +             if left + length == start and end - start == len(table):
+# -             elif left == end:
+# +             elif left == end and end - start == len(table):
 
 # %% ex-3-1 wrong: the joined neighbour stays listed
 # says: a neighbour that is joined must go
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            others.append((left, length))
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         for left, length in self.free_extents:
+# +         for left, length in self.free_extents:
+# +             others.append((left, length))
+# -                 end = left + length
+# -             else:
+# -                 others.append((left, length))
+# +                 end = left + length
 
 # %% ex-3-1 wrong: frees what was used, not what was held
 # says: freed at the wrong size
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = (
-            table[0],
-            table[0] + cdiv(request.num_computed_tokens, self.block_size),
-            [],
-        )
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         start, end, others = table[0], table[-1] + 1, []
+# +         start, end, others = (
+# +             table[0],
+# +             table[0] + cdiv(request.num_computed_tokens, self.block_size),
+# +             [],
+# +         )
 
 # %% ex-3-1 wrong: frees tokens, not blocks
 # says: freed at the wrong size
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], min(self.num_blocks, table[0] + request.max_kv_tokens), []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# - table[-1] + 1
+# + min(self.num_blocks, table[0] + request.max_kv_tokens)
 
 # %% ex-3-1 wrong: frees one block too few
 # says: freed at the wrong size
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], max(table[0] + 1, table[-1]), []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# - table[-1] + 1
+# + max(table[0] + 1, table[-1])
 
 # %% ex-3-1 wrong: forgets to give the blocks back
 # says: were not given back
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        self.drop_table(request)
-
+# from: lengths, a slice and a loop
+# -         table = self.drop_table(request)
+# -         if not table:
+# -             return
+# -         start, end, others = table[0], table[-1] + 1, []
+# -         for left, length in self.free_extents:
+# -             if left + length == start:
+# -                 start = left
+# -             elif left == end:
+# -                 end = left + length
+# -             else:
+# -                 others.append((left, length))
+# -         self.free_extents = sorted([*others, (start, end - start)])
+# +         self.drop_table(request)
 
 # %% ex-3-1 wrong: free sum is enough
 # says: are not neighbours
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        if sum(length for _, length in self.free_extents) < need:
-            return None
-        blocks = []
-        while len(blocks) < need:
-            start, length = self.free_extents.pop(0)
-            part = min(length, need - len(blocks))
-            blocks += range(start, start + part)
-            if part < length:
-                self.free_extents.insert(0, (start + part, length - part))
-        return self.set_table(request, blocks)
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         for i, (start, length) in enumerate(self.free_extents):
+# -             if length >= need:
+# -                 self.free_extents[i : i + 1] = (
+# -                     [(start + need, length - need)] if length > need else []
+# -                 )
+# -                 return self.set_table(request, range(start, start + need))
+# -         return None
+# +         if sum(length for _, length in self.free_extents) < need:
+# +             return None
+# +         blocks = []
+# +         while len(blocks) < need:
+# +             start, length = self.free_extents.pop(0)
+# +             part = min(length, need - len(blocks))
+# +             blocks += range(start, start + part)
+# +             if part < length:
+# +                 self.free_extents.insert(0, (start + part, length - part))
+# +         return self.set_table(request, blocks)
 
 # %% ex-3-1 wrong: free sum is enough, and the blocks from the first hole on
 # says: is held already
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if sum(n for _, n in self.free_extents) >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -             if length >= need:
+# +             if sum(n for _, n in self.free_extents) >= need:
 
 # %% ex-3-1 wrong: looks at the first extent only
 # says: is long enough for its
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents[:1]):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         for i, (start, length) in enumerate(self.free_extents):
+# +         for i, (start, length) in enumerate(self.free_extents[:1]):
 
 # %% ex-3-1 wrong: an extent that is just long enough is refused
 # says: is long enough for its
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length > need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -             if length >= need:
+# +             if length > need:
 
 # %% ex-3-1 wrong: best fit
 # says: where best fit would put it
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for start, length in sorted(self.free_extents, key=lambda e: e[1]):
-            i = self.free_extents.index((start, length))
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         for i, (start, length) in enumerate(self.free_extents):
+# +         for start, length in sorted(self.free_extents, key=lambda e: e[1]):
+# +             i = self.free_extents.index((start, length))
 
 # %% ex-3-1 wrong: worst fit
 # says: where worst fit would put it
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for start, length in sorted(self.free_extents, key=lambda e: (-e[1], e[0])):
-            i = self.free_extents.index((start, length))
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         for i, (start, length) in enumerate(self.free_extents):
+# +         for start, length in sorted(self.free_extents, key=lambda e: (-e[1], e[0])):
+# +             i = self.free_extents.index((start, length))
 
 # %% ex-3-1 wrong: from the back
 # says: takes the front of the free extent with the lowest start
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = [(start, length - need)] if length > need else []
-                return self.set_table(request, range(start + length - need, start + length))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -                 self.free_extents[i : i + 1] = (
+# -                     [(start + need, length - need)] if length > need else []
+# -                 )
+# -                 return self.set_table(request, range(start, start + need))
+# +                 self.free_extents[i : i + 1] = [(start, length - need)] if length > need else []
+# +                 return self.set_table(request, range(start + length - need, start + length))
 
 # %% ex-3-1 wrong: the last extent first
 # says: takes the front of the free extent with the lowest start
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i in reversed(range(len(self.free_extents))):
-            start, length = self.free_extents[i]
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         for i, (start, length) in enumerate(self.free_extents):
+# +         for i in reversed(range(len(self.free_extents))):
+# +             start, length = self.free_extents[i]
 
 # %% ex-3-1 wrong: unsorted: what is freed is put in front
 # says: takes the front of the free extent with the lowest start
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = [(start, end - start), *others]
-
+# from: lengths, a slice and a loop
+# - sorted([*others, (start, end - start)])
+# + [(start, end - start), *others]
 
 # %% ex-3-1 wrong: room for this step only
 # says: enough for this step only
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(num_new_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# - request.max_kv_tokens
+# + num_new_tokens
 
 # %% ex-3-1 wrong: room for the last token, too
-# says: the last token is sampled and never run
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.num_prompt_tokens + request.max_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# says: leaves out the last token already
+# from: lengths, a slice and a loop
+# - request.max_kv_tokens
+# + request.num_prompt_tokens + request.max_tokens
 
 # %% ex-3-1 wrong: tokens taken for blocks
 # says: as many blocks as it has tokens
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = request.max_kv_tokens
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# - cdiv(request.max_kv_tokens, self.block_size)
+# + request.max_kv_tokens
 
 # %% ex-3-1 wrong: rounded down
 # says: its last block is partly full
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = request.max_kv_tokens // self.block_size
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# - cdiv(request.max_kv_tokens, self.block_size)
+# + request.max_kv_tokens // self.block_size
 
 # %% ex-3-1 wrong: a new extent in each step
 # says: goes on in it
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -     def allocate_slots(self, request, num_new_tokens):
+# -         table = self.tables.get(request.request_id)
+# -         if table is not None:
+# -             return table
+# +     def allocate_slots(self, request, num_new_tokens):
 
 # %% ex-3-1 wrong: returns nothing for who has a table
 # says: goes on in it
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return None
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -             return table
+# +             return None
 
 # %% ex-3-1 wrong: the rest is lost
 # says: the rest of an extent stays free
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = []
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -                 self.free_extents[i : i + 1] = (
+# -                     [(start + need, length - need)] if length > need else []
+# -                 )
+# +                 self.free_extents[i : i + 1] = []
 
 # %% ex-3-1 wrong: what was given stays listed
 # says: is still listed in free_extents
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for start, length in self.free_extents:
-            if length >= need:
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# - i, (start, length) in enumerate(self.free_extents)
+# + start, length in self.free_extents
+# -             if length >= need:
+# -                 self.free_extents[i : i + 1] = (
+# -                     [(start + need, length - need)] if length > need else []
+# -                 )
+# +             if length >= need:
 
 # %% ex-3-1 wrong: empty extents stay
 # says: has no blocks: drop it
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = [(start + need, length - need)]
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -                 self.free_extents[i : i + 1] = (
+# -                     [(start + need, length - need)] if length > need else []
+# -                 )
+# +                 self.free_extents[i : i + 1] = [(start + need, length - need)]
 
 # %% ex-3-1 wrong: no table is set
 # says: call set_table
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return range(start, start + need)
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -                 return self.set_table(request, range(start, start + need))
+# +                 return range(start, start + need)
 
 # %% ex-3-1 wrong: the table is kept after free
 # says: its table is still in self.tables
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.tables.get(request.request_id)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         table = self.drop_table(request)
+# +         table = self.tables.get(request.request_id)
 
 # %% ex-3-1 wrong: breaks on who holds nothing
 # says: free ended in IndexError
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         table = self.drop_table(request)
+# -         if not table:
+# -             return
+# +         table = self.drop_table(request)
 
 # %% ex-3-1 wrong: raises instead of None
 # says: allocate_slots ended in MemoryError
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        raise MemoryError("no room")
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# - return None
+# + raise MemoryError("no room")
 
 # %% ex-3-1 wrong: drops what is too short, and refuses
 # says: nothing may change
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length < need and len(self.free_extents) == 1:
-                self.free_extents.clear()
-            elif length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -             if length >= need:
+# +             if length < need and len(self.free_extents) == 1:
+# +                 self.free_extents.clear()
+# +             elif length >= need:
 
 # %% ex-3-1 wrong: looks for ever
 # says: does not end
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        while True:
-            pass
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         return None
+# +         while True:
+# +             pass
 
 # %% ex-3-1 wrong: extents by their ends
 # says: at first all of the pool
-class MyManager(KVCacheManager):
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.free_extents = [(0, num_blocks - 1)]
-
-    def allocate_slots(self, request, num_new_tokens):
-        table = self.tables.get(request.request_id)
-        if table is not None:
-            return table
-        need = cdiv(request.max_kv_tokens, self.block_size)
-        for i, (start, length) in enumerate(self.free_extents):
-            if length >= need:
-                self.free_extents[i : i + 1] = (
-                    [(start + need, length - need)] if length > need else []
-                )
-                return self.set_table(request, range(start, start + need))
-        return None
-
-    def free(self, request):
-        table = self.drop_table(request)
-        if not table:
-            return
-        start, end, others = table[0], table[-1] + 1, []
-        for left, length in self.free_extents:
-            if left + length == start:
-                start = left
-            elif left == end:
-                end = left + length
-            else:
-                others.append((left, length))
-        self.free_extents = sorted([*others, (start, end - start)])
-
+# from: lengths, a slice and a loop
+# -         self.free_extents = [(0, num_blocks)]
+# +         self.free_extents = [(0, num_blocks - 1)]
 
 # %% ex-3-1 wrong: start and end for start and number
 # says: is how many blocks it has
@@ -1291,12 +427,10 @@ class MyManager(KVCacheManager):
         if table:
             self.free_extents = sorted([*self.free_extents, (table[0], table[-1] + 1)])
 
-
 # %% ex-3-1 wrong: no class
 # says: must stay a class
 def MyManager(num_blocks, block_size):
     return KVCacheManager(num_blocks, block_size)
-
 
 # %% ex-3-1 delegates: the package's allocator
 # says: own allocator
@@ -1325,7 +459,6 @@ class MyManager(KVCacheManager):
         if table:
             self.allocator.free(table[0], len(table))
 
-
 # %% ex-3-1 delegates: the package's manager
 # says: own allocator
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
@@ -1340,6 +473,56 @@ class MyManager(ContiguousKVCacheManager):
     def free_extents(self):
         return self.allocator.extents()
 
+# %% ex-3-1 wrong: a block more, whatever is left over
+# says: leaves out the last token already
+# - cdiv(request.max_kv_tokens, self.block_size)
+# + request.max_kv_tokens // self.block_size + 1
+
+# %% ex-3-1 wrong: a refusal among many extents costs the last of them
+# says: then nothing may change
+# - return None
+# + del self.free_extents[3:]
+# +         return None
+
+# %% ex-3-1 wrong: an empty table for a refusal
+# says: refuse with None
+# - return None
+# + return []
+
+# %% ex-3-1 right: free extents in an array
+import numpy as np
+
+
+class MyManager(KVCacheManager):
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.free_extents = np.array([[0, num_blocks]])
+
+    def allocate_slots(self, request, num_new_tokens):
+        table = self.tables.get(request.request_id)
+        if table is not None:
+            return table
+        need = -(-request.max_kv_tokens // self.block_size)
+        for i, (start, n) in enumerate(self.free_extents):
+            if n >= need:
+                new = self.free_extents.copy()
+                new[i] = start + need, n - need
+                self.free_extents = new[new[:, 1] > 0]
+                return self.set_table(request, range(int(start), int(start) + need))
+        return None
+
+    def free(self, request):
+        table = self.drop_table(request)
+        if not table:
+            return
+        blocks = sorted({*table, *(b for s, n in self.free_extents for b in range(s, s + n))})
+        extents = []
+        for block in blocks:
+            if extents and sum(extents[-1]) == block:
+                extents[-1][1] += 1
+            else:
+                extents.append([block, 1])
+        self.free_extents = np.array(extents)
 
 # %% ex-3-2 right: one loop with a sentinel
 def measure(owners, num_needed):
@@ -1363,7 +546,6 @@ def measure(owners, num_needed):
         histogram,
     ]
 
-
 # %% ex-3-2 right: numpy, from the edges of the runs
 def measure(owners, num_needed):
     import numpy as np
@@ -1381,7 +563,6 @@ def measure(owners, num_needed):
         dict(enumerate(counts)) | {0: np.int64(0)},
     )
 
-
 # %% ex-3-2 right: as text, split at what is held; a Counter
 def measure(owners, num_needed):
     text = "".join("." if owner is None else "#" for owner in owners)
@@ -1395,36 +576,26 @@ def measure(owners, num_needed):
         Counter(lengths),
     )
 
-
 # %% ex-3-2 wrong: external fragmentation of the whole pool
 # says: taken of the whole pool
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / len(owners)
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = 1 - largest / len(owners)
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: what is free and not in the largest extent, of the whole pool
 # says: taken of the whole pool
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = (free - largest) / len(owners)
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = (free - largest) / len(owners)
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: the largest extent is the sum
 # says: the sum of the free blocks is no extent
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), sum(lengths)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     free, largest = sum(lengths), max(lengths, default=0)
+# +     free, largest = sum(lengths), sum(lengths)
+# - length for length in lengths if length
+# + n for n in lengths if n
 
 # %% ex-3-2 wrong: the last free extent is never closed
 # says: the free extent at the pool's end is missing
@@ -1446,7 +617,6 @@ def measure(owners, num_needed):
         dict(Counter(lengths)),
     )
 
-
 # %% ex-3-2 wrong: a block at the end is lost, but free counts it
 # says: the free extent at the pool's end is missing
 def measure(owners, num_needed):
@@ -1466,170 +636,116 @@ def measure(owners, num_needed):
         dict(Counter(lengths)),
     )
 
-
 # %% ex-3-2 wrong: the pool as a ring
 # says: a pool is no ring
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    if len(lengths) > 1 and owners[0] is None and owners[-1] is None:
-        lengths[0] += lengths.pop()
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
+# +     lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
+# +     if len(lengths) > 1 and owners[0] is None and owners[-1] is None:
+# +         lengths[0] += lengths.pop()
+# - length for length in lengths if length
+# + n for n in lengths if n
 
 # %% ex-3-2 wrong: an extent that is just enough is unusable
 # says: just num_needed blocks serves
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n <= num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# - length for length in lengths if length <
+# + n for n in lengths if n <=
 
 # %% ex-3-2 wrong: what a request leaves over is unusable
 # says: would leave over of a long extent
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n % num_needed if n >= num_needed else n for n in lengths)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# - length for length in lengths if length < num_needed
+# + n % num_needed if n >= num_needed else n for n in lengths
 
 # %% ex-3-2 wrong: all or nothing
 # says: whatever becomes of the short ones
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = 0 if largest >= num_needed else free
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# - sum(length for length in lengths if length < num_needed)
+# + 0 if largest >= num_needed else free
 
 # %% ex-3-2 wrong: unusable extents, not blocks
 # says: blocks were asked for, not the number of extents
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n < num_needed for n in lengths)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# - length for length in lengths if length < num_needed
+# + n < num_needed for n in lengths
 
 # %% ex-3-2 wrong: free is the number of extents
 # says: blocks were asked for, not the number of extents
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = len(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     free, largest = sum(lengths), max(lengths, default=0)
+# +     free, largest = len(lengths), max(lengths, default=0)
+# - length for length in lengths if length
+# + n for n in lengths if n
 
 # %% ex-3-2 wrong: the share in one piece
 # says: share of the free memory that is in one piece
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = largest / free if free else 0.0
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: in percent
 # says: that is a percentage
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 100 - 100 * largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = 100 - 100 * largest / free if free else 0.0
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: rounded
 # says: don't round
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = round(1 - largest / free, 2) if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = round(1 - largest / free, 2) if free else 0.0
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: the first extent for the largest
 # says: first free extent, not the longest
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), lengths[0] if lengths else 0
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# - max(lengths, default=0)
+# + lengths[0] if lengths else 0
+# - length for length in lengths if length
+# + n for n in lengths if n
 
 # %% ex-3-2 wrong: each length once
 # says: how often it occurs
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict.fromkeys(lengths, 1)
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return free, largest, external, unusable, dict.fromkeys(lengths, 1)
 
 # %% ex-3-2 wrong: a histogram of what is held, too
 # says: extents in use are counted, too
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return (
-        free,
-        largest,
-        external,
-        unusable,
-        dict(Counter(len(list(run)) for _, run in groupby(owners))),
-    )
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return (
+# +         free,
+# +         largest,
+# +         external,
+# +         unusable,
+# +         dict(Counter(len(list(run)) for _, run in groupby(owners))),
+# +     )
 
 # %% ex-3-2 wrong: a histogram of who holds how much
 # says: extents in use are counted, too
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return (
-        free,
-        largest,
-        external,
-        unusable,
-        {n: [len(list(r)) for _, r in groupby(owners)].count(n) for n in range(1, len(owners) + 1)},
-    )
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return (
+# +         free,
+# +         largest,
+# +         external,
+# +         unusable,
+# +         {n: [len(list(r)) for _, r in groupby(owners)].count(n) for n in range(1, len(owners) + 1)},
+# +     )
 
 # %% ex-3-2 wrong: a list for a histogram
 # says: histogram must be a dictionary
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, lengths
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return free, largest, external, unusable, lengths
 
 # %% ex-3-2 wrong: lengths by counts
 # says: histogram is wrong in
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, {times: n for n, times in Counter(lengths).items()}
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return free, largest, external, unusable, {times: n for n, times in Counter(lengths).items()}
 
 # %% ex-3-2 wrong: empty pieces of the text, too
 # says: lies no extent
@@ -1640,36 +756,26 @@ def measure(owners, num_needed):
     unusable = sum(n for n in lengths if n < num_needed)
     return free, largest, external, unusable, {n: lengths.count(n) for n in lengths}
 
-
 # %% ex-3-2 wrong: four things
 # says: measure must return (free
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     return free, largest, external, unusable
 
 # %% ex-3-2 wrong: fails where nothing is free
 # says: ended in ZeroDivisionError
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free
-    unusable = sum(n for n in lengths if n < num_needed)
-    return free, largest, external, unusable, dict(Counter(lengths))
-
+# -     external = 1 - largest / free if free else 0.0
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# +     external = 1 - largest / free
+# +     unusable = sum(n for n in lengths if n < num_needed)
 
 # %% ex-3-2 wrong: prints
 # says: returned None
-def measure(owners, num_needed):
-    lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
-    free, largest = sum(lengths), max(lengths, default=0)
-    external = 1 - largest / free if free else 0.0
-    unusable = sum(n for n in lengths if n < num_needed)
-    print(free, largest, external, unusable, dict(Counter(lengths)))
-
+# -     unusable = sum(length for length in lengths if length < num_needed)
+# -     return free, largest, external, unusable, dict(Counter(lengths))
+# +     unusable = sum(n for n in lengths if n < num_needed)
+# +     print(free, largest, external, unusable, dict(Counter(lengths)))
 
 # %% ex-3-2 wrong: takes blocks away from the map
 # says: changed what it was given
@@ -1684,7 +790,6 @@ def measure(owners, num_needed):
             lengths.append(run)
     free, largest = sum(lengths), max(lengths, default=0)
     return free, largest, 1 - largest / (free or 1), 0, dict(Counter(lengths))
-
 
 # %% ex-3-2 delegates: the package's measures
 # says: own allocator
@@ -1701,6 +806,26 @@ def measure(owners, num_needed):
     lengths = Counter(extent.num_blocks for extent in found)
     return e.num_free(found), e.largest_extent(found), fragmented, short, dict(lengths)
 
+# %% ex-3-2 wrong: no extent over 32 blocks
+# says: largest is wrong in
+# - lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
+# + lengths = [min(len(list(run)), 32) for owner, run in groupby(owners) if owner is None]
+
+# %% ex-3-3 right: all numbers in every sentence
+def diagnose(state, num_needed):
+    lengths = [num_blocks for _, num_blocks in state.free_extents]
+    free, largest = sum(lengths), max(lengths)
+    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
+    if largest >= num_needed:
+        verdict = "fits"
+    elif free >= num_needed:
+        verdict = "fragmentation"
+    elif free + lost >= num_needed:
+        verdict = "leak"
+    else:
+        verdict = "too little memory"
+    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
+    return free, largest, verdict, sentence
 
 # %% ex-3-3 right: from a map of blocks, upper case, all numbers in one sentence
 def diagnose(state, num_needed):
@@ -1723,7 +848,6 @@ def diagnose(state, num_needed):
             f"free, {largest} of them in one piece; {lost} are nobody's."
         ),
     )
-
 
 # %% ex-3-3 right: a sentence for each verdict, with percentages as well
 def diagnose(state, num_needed):
@@ -1750,489 +874,197 @@ def diagnose(state, num_needed):
         f"{free} blocks ({share}) are less than {num_needed}",
     ]
 
-
 # %% ex-3-3 wrong: free sum is enough
 # says: the sum of the free blocks is not enough
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if free >= num_needed:
-        verdict = "fits"
-    elif largest >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     if largest >= num_needed:
+# +     if free >= num_needed:
+# -     elif free >= num_needed:
+# +     elif largest >= num_needed:
 
 # %% ex-3-3 wrong: fragmentation is a leak
 # says: fragmentation is not a leak
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -         verdict = "fits"
+# -     elif free >= num_needed:
+# -         verdict = "fragmentation"
+# +         verdict = "fits"
 
 # %% ex-3-3 wrong: asks for a leak first
 # says: matters to the request
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if lost > 0:
-        verdict = "leak"
-    elif largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     if largest >= num_needed:
+# +     if lost > 0:
+# +         verdict = "leak"
+# +     elif largest >= num_needed:
 
 # %% ex-3-3 wrong: asks for a leak before it asks for fragmentation
 # says: fragmentation is not a leak
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif lost:
-        verdict = "leak"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -         verdict = "fits"
+# +         verdict = "fits"
+# +     elif lost:
+# +         verdict = "leak"
+# -         verdict = "fragmentation"
+# -     elif free + lost >= num_needed:
+# -         verdict = "leak"
+# +         verdict = "fragmentation"
 
 # %% ex-3-3 wrong: fragmentation is too little memory
 # says: it lies in pieces
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "too little memory"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# - "fragmentation"
+# + "too little memory"
 
 # %% ex-3-3 wrong: every refusal is fragmentation
 # says: pushing the free extents together
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif True:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# - free >= num_needed
+# + True
 
 # %% ex-3-3 wrong: too little is a leak
 # says: no leak is to blame
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif True:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# - free + lost >= num_needed
+# + True
 
 # %% ex-3-3 wrong: a leak is too little
 # says: they leaked
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "too little memory"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# - "leak"
+# + "too little memory"
 
 # %% ex-3-3 wrong: just enough does not fit
 # says: matters to the request
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest > num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     if largest >= num_needed:
+# +     if largest > num_needed:
 
 # %% ex-3-3 wrong: just enough in sum is too little
 # says: it lies in pieces
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free > num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     elif free >= num_needed:
+# +     elif free > num_needed:
 
 # %% ex-3-3 wrong: just enough with what leaked is too little
 # says: they leaked
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost > num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     elif free + lost >= num_needed:
+# +     elif free + lost > num_needed:
 
 # %% ex-3-3 wrong: what is held and not live is free
 # says: are internal waste
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = (
-        state.num_blocks - sum(each.num_live_blocks for each in state.held),
-        max(lengths),
-    )
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     free, largest = sum(lengths), max(lengths)
+# +     free, largest = (
+# +         state.num_blocks - sum(each.num_live_blocks for each in state.held),
+# +         max(lengths),
+# +     )
 
 # %% ex-3-3 wrong: the tails of extents are free extents
 # says: are internal waste
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    lengths += [each.num_blocks - each.num_live_blocks for each in state.held]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     lengths = [num_blocks for _, num_blocks in state.free_extents]
+# +     lengths = [num_blocks for _, num_blocks in state.free_extents]
+# +     lengths += [each.num_blocks - each.num_live_blocks for each in state.held]
 
 # %% ex-3-3 wrong: free is what is not held
 # says: the allocator does not know of them
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = state.num_blocks - sum(each.num_blocks for each in state.held), max(lengths)
-    lost = 0
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     free, largest = sum(lengths), max(lengths)
+# -     lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
+# +     free, largest = state.num_blocks - sum(each.num_blocks for each in state.held), max(lengths)
+# +     lost = 0
 
 # %% ex-3-3 wrong: largest is the sum
 # says: the sum of the free extents is no extent
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), sum(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     free, largest = sum(lengths), max(lengths)
+# +     free, largest = sum(lengths), sum(lengths)
 
 # %% ex-3-3 wrong: largest is the last
 # says: last free extent, not the longest
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), lengths[-1]
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# - max(lengths)
+# + lengths[-1]
 
 # %% ex-3-3 wrong: largest is the highest start
 # says: not where the extent starts
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(state.free_extents)[0]
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     free, largest = sum(lengths), max(lengths)
+# +     free, largest = sum(lengths), max(state.free_extents)[0]
 
 # %% ex-3-3 wrong: a sentence without numbers
 # says: lacks its evidence
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"The verdict is {verdict}, because the memory is in pieces"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# - f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
+# + f"The verdict is {verdict}, because the memory is in pieces"
 
 # %% ex-3-3 wrong: the same sentence for all
 # says: lacks its evidence
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
+# +     sentence = f"{verdict}: needed {num_needed}, free {free}"
 
 # %% ex-3-3 wrong: the need is left out
 # says: lacks its evidence
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# - needed {num_needed}, free
+# + free
 
 # %% ex-3-3 wrong: no words
 # says: numbers alone are no sentence
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{num_needed} {free} {largest} {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# -     sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
+# +     sentence = f"{num_needed} {free} {largest} {lost}"
 
 # %% ex-3-3 wrong: no text
 # says: must be a sentence
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = (num_needed, free, largest)
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# - f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
+# + (num_needed, free, largest)
 
 # %% ex-3-3 wrong: another verdict
 # says: must be one of
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "compaction needed"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# - "fragmentation"
+# + "compaction needed"
 
 # %% ex-3-3 wrong: three things
 # says: must return four things
-def diagnose(state, num_needed):
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, sentence
-
+# from: all numbers in every sentence
+# - verdict, sentence
+# + sentence
 
 # %% ex-3-3 wrong: joins the extents in place
 # says: changed what it was given
-def diagnose(state, num_needed):
-    state.free_extents.sort(key=lambda extent: -extent[1])
-    lengths = [num_blocks for _, num_blocks in state.free_extents]
-    free, largest = sum(lengths), max(lengths)
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# from: all numbers in every sentence
+# - def diagnose(state, num_needed):
+# + def diagnose(state, num_needed):
+# +     state.free_extents.sort(key=lambda extent: -extent[1])
 
 # %% ex-3-3 delegates: the package's allocator
 # says: own allocator
-def diagnose(state, num_needed):
-    from minikv.kv_cache.extents import make_allocator
+# from: all numbers in every sentence
+# -     lengths = [num_blocks for _, num_blocks in state.free_extents]
+# -     free, largest = sum(lengths), max(lengths)
+# +     from minikv.kv_cache.extents import make_allocator
+# +
+# +     allocator = make_allocator("first", state.num_blocks)
+# +     for each in state.held:
+# +         allocator.allocate_at(each.start, each.num_blocks)
+# +     free, largest = allocator.num_free_blocks, allocator.largest_free_extent
 
-    allocator = make_allocator("first", state.num_blocks)
-    for each in state.held:
-        allocator.allocate_at(each.start, each.num_blocks)
-    free, largest = allocator.num_free_blocks, allocator.largest_free_extent
-    lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
-    if largest >= num_needed:
-        verdict = "fits"
-    elif free >= num_needed:
-        verdict = "fragmentation"
-    elif free + lost >= num_needed:
-        verdict = "leak"
-    else:
-        verdict = "too little memory"
-    sentence = f"{verdict}: needed {num_needed}, free {free}, longest {largest}, lost {lost}"
-    return free, largest, verdict, sentence
-
+# %% ex-3-3 right: in another alphabet
+# - f"{num_needed} blocks needed, and a free extent has {largest}: it can start."
+# + f"需要{num_needed}个块，最大的空闲区段有{largest}个块"
+# - f"{num_needed} blocks needed, only {free} are free, in pieces or not."
+# + f"Нужно {num_needed}, свободно {free}."
 
 # %% ex-3-4 right: many small ones, every second leaves
 def paradox_trace():
     trace = [("allocate", f"r{i}", 10) for i in range(10)]
     return trace + [("free", f"r{i}") for i in range(0, 10, 2)]
-
 
 # %% ex-3-4 right: six operations, the end stays untouched, lists for tuples
 def paradox_trace():
@@ -2244,7 +1076,6 @@ def paradox_trace():
         ["free", "three"],
         ["free", "one"],
     ]
-
 
 # %% ex-3-4 right: names used again, holes filled and opened anew
 def paradox_trace():
@@ -2272,7 +1103,6 @@ def paradox_trace():
     trace += [("free", name) for name in ("x", "z", "v", "t")]
     return tuple(trace)
 
-
 # %% ex-3-4 wrong: two long free extents, free sum is enough
 # says: the free extents must be shorter
 def paradox_trace():
@@ -2285,7 +1115,6 @@ def paradox_trace():
         ("free", "C"),
     ]
 
-
 # %% ex-3-4 wrong: the pool is full
 # says: because the memory is full
 def paradox_trace():
@@ -2293,7 +1122,6 @@ def paradox_trace():
         ("allocate", "A", 50),
         ("allocate", "B", 35),
     ]
-
 
 # %% ex-3-4 wrong: only 39 are free
 # says: because the memory is full
@@ -2307,7 +1135,6 @@ def paradox_trace():
         ("free", "C"),
     ]
 
-
 # %% ex-3-4 wrong: holes of exactly 20
 # says: an extent of exactly 20
 def paradox_trace():
@@ -2319,7 +1146,6 @@ def paradox_trace():
         ("free", "A"),
         ("free", "C"),
     ]
-
 
 # %% ex-3-4 wrong: the end of the pool is forgotten
 # says: the end of the pool, which nobody took
@@ -2333,7 +1159,6 @@ def paradox_trace():
         ("free", "C"),
     ]
 
-
 # %% ex-3-4 wrong: the last one that leaves joins the end
 # says: the end of the pool, which nobody took
 def paradox_trace():
@@ -2345,7 +1170,6 @@ def paradox_trace():
         ("free", "A"),
         ("free", "D"),
     ]
-
 
 # %% ex-3-4 wrong: neighbours leave, coalescing forgotten
 # says: neighbours that are both freed
@@ -2360,7 +1184,6 @@ def paradox_trace():
         ("free", "C"),
     ]
 
-
 # %% ex-3-4 wrong: an allocation of the trace is refused
 # says: is itself refused
 def paradox_trace():
@@ -2374,7 +1197,6 @@ def paradox_trace():
         ("allocate", "E", 20),
     ]
 
-
 # %% ex-3-4 wrong: more than the pool
 # says: is itself refused
 def paradox_trace():
@@ -2382,7 +1204,6 @@ def paradox_trace():
         ("allocate", "A", 60),
         ("allocate", "B", 60),
     ]
-
 
 # %% ex-3-4 wrong: the hole is filled again
 # says: because the memory is full
@@ -2397,7 +1218,6 @@ def paradox_trace():
         ("free", "C"),
     ]
 
-
 # %% ex-3-4 wrong: frees who was never there
 # says: which holds nothing
 def paradox_trace():
@@ -2408,7 +1228,6 @@ def paradox_trace():
         ("free", "A"),
     ]
 
-
 # %% ex-3-4 wrong: a name twice
 # says: holds an extent already
 def paradox_trace():
@@ -2418,7 +1237,6 @@ def paradox_trace():
         ("allocate", "A", 19),
     ]
 
-
 # %% ex-3-4 wrong: sizes of a fraction of the pool
 # says: a number of blocks is 1, 2, 3
 def paradox_trace():
@@ -2427,36 +1245,30 @@ def paradox_trace():
         ("allocate", "B", 0.3),
     ]
 
-
 # %% ex-3-4 wrong: nobody takes nothing
 # says: a number of blocks is 1, 2, 3
 def paradox_trace():
     return [("allocate", "A", 19), ("allocate", "B", -1)]
-
 
 # %% ex-3-4 wrong: sizes only
 # says: a trace is a list of
 def paradox_trace():
     return [19, 22, 19, 21, -19, -19]
 
-
 # %% ex-3-4 wrong: an empty trace
 # says: a trace is a list of
 def paradox_trace():
     return []
-
 
 # %% ex-3-4 wrong: a part is freed
 # says: a trace is a list of
 def paradox_trace():
     return [("allocate", "A", 60), ("free", "A", 19)]
 
-
 # %% ex-3-4 wrong: writes it as text
 # says: a trace is a list of
 def paradox_trace():
     return "A 19, B 22, C 19, D 21, free A, free C"
-
 
 # %% ex-3-4 wrong: frees all
 # says: the free extents must be shorter
@@ -2468,15 +1280,61 @@ def paradox_trace():
         ("free", "B"),
     ]
 
-
 # %% ex-3-4 wrong: no return
 # says: returned none
 def paradox_trace():
     print([("allocate", "A", 19)])
 
-
 # %% ex-3-4 no delegate: the package runs traces, it writes none
 
+# %% ex-3-4 right: numpy's numbers
+def paradox_trace():
+    import numpy as np
+
+    fill = [("allocate", name, n) for name, n in zip("ABCD", np.array([19, 22, 19, 21]))]
+    return [*fill, ("free", "A"), ("free", "C")]
+
+# %% ex-3-4 right: names that are numbers, torch's numbers
+def paradox_trace():
+    import torch
+
+    fill = [("allocate", i, torch.tensor(10)) for i in range(10)]
+    return fill + [("free", i) for i in range(0, 10, 2)]
+
+# %% ex-3-5 right: lists of free extents
+def admitting_fits(queue, num_blocks):
+    orders = {
+        "first": lambda e: e[0],
+        "best": lambda e: (e[1], e[0]),
+        "worst": lambda e: (-e[1], e[0]),
+    }
+    admitting = []
+    for fit, order in orders.items():
+        free, held, admitted = [(0, num_blocks)], {}, True
+        for what, name, *size in queue:
+            if what == "free":
+                start, length = held.pop(name)
+                for extent in list(free):
+                    if sum(extent) == start:
+                        free.remove(extent)
+                        start, length = extent[0], extent[1] + length
+                    elif extent[0] == start + length:
+                        free.remove(extent)
+                        length += extent[1]
+                free.append((start, length))
+                continue
+            long = [extent for extent in free if extent[1] >= size[0]]
+            if not long:
+                admitted = False
+                break
+            start, length = min(long, key=order)
+            free.remove((start, length))
+            held[name] = (start, size[0])
+            if length > size[0]:
+                free.append((start + size[0], length - size[0]))
+        if admitted:
+            admitting.append(fit)
+    return admitting
 
 # %% ex-3-5 right: a free list, joined in one pass
 def admitting_fits(queue, num_blocks):
@@ -2510,7 +1368,6 @@ def admitting_fits(queue, num_blocks):
 
     return {fit for fit in ("worst", "best", "first") if admits(fit)}
 
-
 # %% ex-3-5 right: recursion over bit masks
 def admitting_fits(queue, num_blocks):
     def holes(mask):
@@ -2536,123 +1393,28 @@ def admitting_fits(queue, num_blocks):
     if run(0, 0, {}, lambda h: -h[1]):
         yield "worst"
 
-
 # %% ex-3-5 wrong: best fit is best
 # says: best fit is not best
 def admitting_fits(queue, num_blocks):
     return ["best"]
 
-
 # %% ex-3-5 wrong: what first fit admits, best fit admits
 # says: best fit is not best
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return {*admitting, "best"} if "first" in admitting else admitting
-
+# from: lists of free extents
+# -     return admitting
+# +     return {*admitting, "best"} if "first" in admitting else admitting
 
 # %% ex-3-5 wrong: best fit, where any does
 # says: best fit is not best
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return ["best"] if admitting else []
-
+# from: lists of free extents
+# -     return admitting
+# +     return ["best"] if admitting else []
 
 # %% ex-3-5 wrong: best fit always, beside the others
 # says: best fit is not best
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return {"best", *admitting}
-
+# from: lists of free extents
+# -     return admitting
+# +     return {"best", *admitting}
 
 # %% ex-3-5 wrong: free sum is enough
 # says: the sum of the free blocks is not enough
@@ -2667,625 +1429,157 @@ def admitting_fits(queue, num_blocks):
                 return []
     return ["first", "best", "worst"]
 
-
 # %% ex-3-5 wrong: coalescing forgotten
 # says: not joined with its free neighbours
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in ():
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -                 for extent in list(free):
+# +                 for extent in ():
 
 # %% ex-3-5 wrong: coalescing forgotten on the left
 # says: the free extent on its left
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                right = [extent for extent in free if extent[0] == start + length]
-                free = [extent for extent in free if extent not in right]
-                length += sum(n for _, n in right)
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -                 for extent in list(free):
+# -                     if sum(extent) == start:
+# -                         free.remove(extent)
+# -                         start, length = extent[0], extent[1] + length
+# -                     elif extent[0] == start + length:
+# -                         free.remove(extent)
+# -                         length += extent[1]
+# +                 right = [extent for extent in free if extent[0] == start + length]
+# +                 free = [extent for extent in free if extent not in right]
+# +                 length += sum(n for _, n in right)
 
 # %% ex-3-5 wrong: coalescing forgotten on the right
 # says: the free extent on its right
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                left = [extent for extent in free if sum(extent) == start]
-                free = [extent for extent in free if extent not in left]
-                start, length = start - sum(n for _, n in left), length + sum(n for _, n in left)
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -                 for extent in list(free):
+# -                     if sum(extent) == start:
+# -                         free.remove(extent)
+# -                         start, length = extent[0], extent[1] + length
+# -                     elif extent[0] == start + length:
+# -                         free.remove(extent)
+# -                         length += extent[1]
+# +                 left = [extent for extent in free if sum(extent) == start]
+# +                 free = [extent for extent in free if extent not in left]
+# +                 start, length = start - sum(n for _, n in left), length + sum(n for _, n in left)
 
 # %% ex-3-5 wrong: coalescing forgotten on the left, again and again
 # says: the free extent on its left
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                while near := [extent for extent in free if extent[0] == start + length]:
-                    free.remove(near[0])
-                    length += near[0][1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -                 for extent in list(free):
+# -                     if sum(extent) == start:
+# -                         free.remove(extent)
+# -                         start, length = extent[0], extent[1] + length
+# -                     elif extent[0] == start + length:
+# -                         free.remove(extent)
+# -                         length += extent[1]
+# +                 while near := [extent for extent in free if extent[0] == start + length]:
+# +                     free.remove(near[0])
+# +                     length += near[0][1]
 
 # %% ex-3-5 wrong: coalescing forgotten on the right, again and again
 # says: the free extent on its right
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                while near := [extent for extent in free if sum(extent) == start]:
-                    free.remove(near[0])
-                    start, length = near[0][0], near[0][1] + length
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -                 for extent in list(free):
+# -                     if sum(extent) == start:
+# -                         free.remove(extent)
+# -                         start, length = extent[0], extent[1] + length
+# -                     elif extent[0] == start + length:
+# -                         free.remove(extent)
+# -                         length += extent[1]
+# +                 while near := [extent for extent in free if sum(extent) == start]:
+# +                     free.remove(near[0])
+# +                     start, length = near[0][0], near[0][1] + length
 
 # %% ex-3-5 wrong: best and worst exchanged
 # says: best and worst fit are exchanged
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (-e[1], e[0], 0),
-        "worst": lambda e: (e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -         "best": lambda e: (e[1], e[0]),
+# -         "worst": lambda e: (-e[1], e[0]),
+# +         "best": lambda e: (-e[1], e[0], 0),
+# +         "worst": lambda e: (e[1], e[0]),
 
 # %% ex-3-5 wrong: next fit
 # says: that is next fit
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: (e[0] < last, e[0]),
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted, last = [(0, num_blocks)], {}, True, 0
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            last = start + size[0]
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -         "first": lambda e: e[0],
+# +         "first": lambda e: (e[0] < last, e[0]),
+# - admitted = [(0, num_blocks)], {}, True
+# + admitted, last = [(0, num_blocks)], {}, True, 0
+# -             free.remove((start, length))
+# +             free.remove((start, length))
+# +             last = start + size[0]
 
 # %% ex-3-5 wrong: a refused one is left out
 # says: one refusal in the middle
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name, (0, 0))
-                if not length:
-                    continue
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                continue
-            admitted = True
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -                 start, length = held.pop(name)
+# +                 start, length = held.pop(name, (0, 0))
+# +                 if not length:
+# +                     continue
+# -                 break
+# +                 continue
+# +             admitted = True
 
 # %% ex-3-5 wrong: ties to the highest start
 # says: the one with the lowest start is taken
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], -e[0]),
-        "worst": lambda e: (-e[1], -e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -         "best": lambda e: (e[1], e[0]),
+# -         "worst": lambda e: (-e[1], e[0]),
+# +         "best": lambda e: (e[1], -e[0]),
+# +         "worst": lambda e: (-e[1], -e[0]),
 
 # %% ex-3-5 wrong: just long enough is too short
 # says: just as long as needed is long enough
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] > size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -             long = [extent for extent in free if extent[1] >= size[0]]
+# +             long = [extent for extent in free if extent[1] > size[0]]
 
 # %% ex-3-5 wrong: the fits that refuse
 # says: what each fit refuses
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if not admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -         if admitted:
+# +         if not admitted:
 
 # %% ex-3-5 wrong: all three, or none
 # says: best fit is not best
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return list(orders) if admitting else []
-
+# from: lists of free extents
+# -     return admitting
+# +     return list(orders) if admitting else []
 
 # %% ex-3-5 wrong: freed at the wrong size: one block short
 # says: the fits are wrong for
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                length = max(1, length - 1)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -                 start, length = held.pop(name)
+# +                 start, length = held.pop(name)
+# +                 length = max(1, length - 1)
 
 # %% ex-3-5 wrong: cut from the back
 # says: the fits are wrong for
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start + length - size[0], size[0])
-            if length > size[0]:
-                free.append((start, length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting
-
+# from: lists of free extents
+# -             held[name] = (start, size[0])
+# +             held[name] = (start + length - size[0], size[0])
+# - start + size[0]
+# + start
 
 # %% ex-3-5 wrong: takes the queue apart
 # says: changed what it was given
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    queue.pop()
-    return admitting
-
+# from: lists of free extents
+# -             admitting.append(fit)
+# +             admitting.append(fit)
+# +     queue.pop()
 
 # %% ex-3-5 wrong: one name
 # says: must return a list or set
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return admitting[0] if admitting else "none"
-
+# from: lists of free extents
+# -     return admitting
+# +     return admitting[0] if admitting else "none"
 
 # %% ex-3-5 wrong: true and false
 # says: must return a list or set
-def admitting_fits(queue, num_blocks):
-    orders = {
-        "first": lambda e: e[0],
-        "best": lambda e: (e[1], e[0]),
-        "worst": lambda e: (-e[1], e[0]),
-    }
-    admitting = []
-    for fit, order in orders.items():
-        free, held, admitted = [(0, num_blocks)], {}, True
-        for what, name, *size in queue:
-            if what == "free":
-                start, length = held.pop(name)
-                for extent in list(free):
-                    if sum(extent) == start:
-                        free.remove(extent)
-                        start, length = extent[0], extent[1] + length
-                    elif extent[0] == start + length:
-                        free.remove(extent)
-                        length += extent[1]
-                free.append((start, length))
-                continue
-            long = [extent for extent in free if extent[1] >= size[0]]
-            if not long:
-                admitted = False
-                break
-            start, length = min(long, key=order)
-            free.remove((start, length))
-            held[name] = (start, size[0])
-            if length > size[0]:
-                free.append((start + size[0], length - size[0]))
-        if admitted:
-            admitting.append(fit)
-    return [fit in admitting for fit in orders]
-
+# from: lists of free extents
+# -     return admitting
+# +     return [fit in admitting for fit in orders]
 
 # %% ex-3-5 delegates: the package's allocators
 # says: own allocator
@@ -3306,6 +1600,13 @@ def admitting_fits(queue, num_blocks):
             found.append(fit)
     return found
 
+# %% ex-3-5 wrong: a name is freed once
+# says: are wrong for
+# - owners = [None] * num_blocks
+# + owners, gone = [None] * num_blocks, set()
+# - owners = [None if owner == name else owner for owner in owners]
+# + owners = [None if o == name and name not in gone else o for o in owners]
+# +                 gone.add(name)
 
 # %% ex-3-6 right: both sides written out
 def break_even(live_bytes, bandwidth, num_running, num_blocked):
@@ -3314,14 +1615,12 @@ def break_even(live_bytes, bandwidth, num_running, num_blocked):
     lost_with_compaction = copying * num_running + copying * num_blocked
     return [copying, lost_with_compaction / num_blocked]
 
-
 # %% ex-3-6 right: exact, with fractions
 def break_even(live_bytes, bandwidth, num_running, num_blocked):
     from fractions import Fraction
 
     copying = 2 * Fraction(live_bytes) / Fraction(bandwidth)
     return copying, copying + copying * Fraction(num_running, num_blocked)
-
 
 # %% ex-3-6 right: the wait by bisection
 def break_even(live_bytes, bandwidth, num_running, num_blocked):
@@ -3335,83 +1634,61 @@ def break_even(live_bytes, bandwidth, num_running, num_blocked):
             high = wait
     return copying, high
 
-
 # %% ex-3-6 wrong: compaction is free
 # says: compaction is not free
 def break_even(live_bytes, bandwidth, num_running, num_blocked):
     copying = 0.0
     return copying, 0.0
 
-
 # %% ex-3-6 wrong: compaction takes time, and nobody waits for it
 # says: compaction is not free
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, 0.0
-
+# - copying * (num_running + num_blocked) / num_blocked
+# + 0.0
 
 # %% ex-3-6 wrong: copying counted once
 # says: copying is counted once
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = live_bytes / bandwidth
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# - 2 * live_bytes
+# + live_bytes
 
 # %% ex-3-6 wrong: copying counted once, in the wait only
 # says: copying is counted once
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, live_bytes / bandwidth * (num_running + num_blocked) / num_blocked
-
+# -     return copying, copying * (num_running + num_blocked) / num_blocked
+# +     return copying, live_bytes / bandwidth * (num_running + num_blocked) / num_blocked
 
 # %% ex-3-6 wrong: only the blocked ones stop
 # says: the running ones stop while it copies
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying
-
+# - copying * (num_running + num_blocked) / num_blocked
+# + copying
 
 # %% ex-3-6 wrong: only the running ones stop
 # says: wait while it copies, too
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying * num_running / num_blocked
-
+# - (num_running + num_blocked)
+# + num_running
 
 # %% ex-3-6 wrong: one request is blocked
 # says: all the blocked requests wait
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying * (num_running + 1)
-
+# -     return copying, copying * (num_running + num_blocked) / num_blocked
+# +     return copying, copying * (num_running + 1)
 
 # %% ex-3-6 wrong: request-seconds for seconds
 # says: all the blocked requests wait
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying * (num_running + num_blocked)
-
+# -     return copying, copying * (num_running + num_blocked) / num_blocked
+# +     return copying, copying * (num_running + num_blocked)
 
 # %% ex-3-6 wrong: the loss per request
 # says: not what was asked for
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying / (num_running + num_blocked)
-
+# - * (num_running + num_blocked) / num_blocked
+# + / (num_running + num_blocked)
 
 # %% ex-3-6 wrong: bytes for seconds
 # says: those are bytes
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# - live_bytes / bandwidth
+# + live_bytes
 
 # %% ex-3-6 wrong: upside down
 # says: that is upside down
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = bandwidth / (2 * live_bytes)
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# - 2 * live_bytes / bandwidth
+# + bandwidth / (2 * live_bytes)
 
 # %% ex-3-6 wrong: copied for each request
 # says: it is done once
@@ -3419,41 +1696,36 @@ def break_even(live_bytes, bandwidth, num_running, num_blocked):
     copying = 2 * live_bytes / bandwidth * (num_running + num_blocked)
     return copying, copying / num_blocked
 
-
 # %% ex-3-6 wrong: in milliseconds
 # says: those are milliseconds
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2000 * live_bytes / bandwidth
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# -     copying = 2 * live_bytes / bandwidth
+# +     copying = 2000 * live_bytes / bandwidth
 
 # %% ex-3-6 wrong: rounded
 # says: don't round
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = round(2 * live_bytes / bandwidth, 4)
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# - 2 * live_bytes / bandwidth
+# + round(2 * live_bytes / bandwidth, 4)
 
 # %% ex-3-6 wrong: the wait only
 # says: must return 2 numbers
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 2 * live_bytes / bandwidth
-    return copying, copying * (num_running + num_blocked) / num_blocked, 0
-
+# -     return copying, copying * (num_running + num_blocked) / num_blocked
+# +     return copying, copying * (num_running + num_blocked) / num_blocked, 0
 
 # %% ex-3-6 wrong: written three times
 # says: copying is wrong in
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    copying = 3 * live_bytes / bandwidth
-    return copying, copying * (num_running + num_blocked) / num_blocked
-
+# -     copying = 2 * live_bytes / bandwidth
+# +     copying = 3 * live_bytes / bandwidth
 
 # %% ex-3-6 delegates: copies of the package's manager, each block once
 # says: copying is counted once
-def break_even(live_bytes, bandwidth, num_running, num_blocked):
-    from minikv.kv_cache.base import BlockCopy
+# -     copying = 2 * live_bytes / bandwidth
+# +     from minikv.kv_cache.base import BlockCopy
+# +
+# +     copies = [BlockCopy(num_blocked + i, i, 1) for i in range(num_running + 1)]
+# +     bytes_per_block = live_bytes / sum(copy.num_blocks for copy in copies)
+# +     copying = sum(copy.num_blocks * bytes_per_block for copy in copies) / bandwidth
 
-    copies = [BlockCopy(num_blocked + i, i, 1) for i in range(num_running + 1)]
-    bytes_per_block = live_bytes / sum(copy.num_blocks for copy in copies)
-    copying = sum(copy.num_blocks * bytes_per_block for copy in copies) / bandwidth
-    return copying, copying * (num_running + num_blocked) / num_blocked
+# %% ex-3-6 wrong: no more than 64 running
+# says: wait is wrong in
+# - (num_running + num_blocked)
+# + (min(num_running, 64) + num_blocked)

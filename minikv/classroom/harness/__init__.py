@@ -19,7 +19,8 @@
   binds nor on torch's defaults
 * bounds.py     `bounded`, `Endless`, `Delegated`, `where`: an answer ends, and is the learner's own
 * values.py     `plain`, `number`, `numbers`, `list_of_numbers`, `same`, `text`: numbers are numbers
-* verdicts.py   `check`, `ask`, `told`, `explain`, `examine`: what is said when something is wrong
+* verdicts.py   `check`, `ask`, `told`, `explain`, `examine`, `factors`: what is said when something
+  is wrong; `once` remembers what is right
 
 Nothing here imports torch or numpy; tensors and arrays are told by what they can do.
 """
@@ -35,10 +36,18 @@ from minikv.classroom.harness.values import (
     snapshot,
     text,
 )
-from minikv.classroom.harness.verdicts import ask, check, examine, explain, told
+from minikv.classroom.harness.verdicts import (
+    ask,
+    check,
+    examine,
+    explain,
+    factors,
+    once,
+    told,
+)
 
 __all__ = [
-    "Delegated", "Endless", "ask", "begin", "bounded", "check", "examine", "explain", "lent",
-    "list_of_numbers", "name_of", "number", "numbers", "ours", "plain", "same", "snapshot", "text",
-    "told", "where",
+    "Delegated", "Endless", "ask", "begin", "bounded", "check", "examine", "explain", "factors",
+    "lent", "list_of_numbers", "name_of", "number", "numbers", "once", "ours", "plain", "same",
+    "snapshot", "text", "told", "where",
 ]  # fmt: skip

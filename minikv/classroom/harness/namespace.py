@@ -99,7 +99,7 @@ def _kept(value, shelf, closed):
         return None
     if closed:
         shelf.own.add(value.__code__)
-    _hold(shelf, _names(value.__code__))
+    _hold(shelf, _names(value.__code__) - shelf.keys())  # what `begin` held stays
     return moved(value, shelf)
 
 

@@ -1,6 +1,8 @@
 """Asking an answer, and saying what is wrong with what it gave."""
 
 import inspect
+import math
+from itertools import combinations
 
 from minikv.classroom.harness.bounds import (
     MOST_MEMORY,
@@ -19,6 +21,7 @@ ENDLESS = (
     "ends, or far too much work?"
 )
 DELEGATED = "{} hands the work to {}. Here it is yours to write."
+KNOWN = {}  # what `once` has computed
 MEMORY = "{} took more than 2 GiB of memory, and was stopped. Does a list grow without end?"
 
 
@@ -61,7 +64,7 @@ def told(name, error, given=""):
         said = ENDLESS.format(name)
     elif isinstance(error, Delegated):
         said = DELEGATED.format(name, error)
-    elif isinstance(error, MemoryError) or "allocate memory" in str(error):  # torch has its own
+    elif _out_of_memory(error):
         said = MEMORY.format(name)
     elif isinstance(error, SystemExit):
         said = f"{name} called exit(); an answer must return."
@@ -73,6 +76,13 @@ def told(name, error, given=""):
             f"\n({place})" if place else ""
         )
     return f"{said}\n{given}" if given else said
+
+
+def _out_of_memory(error):
+    """Python's own has no text, numpy and torch have theirs; a learner's MemoryError has one."""
+    words = ("Unable to allocate", "allocate memory")
+    bare = isinstance(error, MemoryError) and not str(error)
+    return bare or any(word in str(error) for word in words)
 
 
 def ask(function, *args, asked=None, raw=False, steps=MOST_STEPS, memory=MOST_MEMORY):
@@ -180,3 +190,20 @@ def _rounded(got, wanted):
     if not all(isinstance(value, int | float) for value in (got, wanted)):
         return False
     return any(got == round(wanted, digits) for digits in range(1, 8))
+
+
+def factors(wanted, slips, most=2):
+    """{what to say: wrong number} for slips, alone and in pairs; slips: {what to say: factor}."""
+    return {
+        " And: ".join(names): wanted * math.prod(slips[name] for name in names)
+        for count in range(1, most + 1)
+        for names in combinations(slips, count)
+    }
+
+
+def once(function, *args):
+    """function(*args), computed only once: what is right does not change with the answer."""
+    key = function.__qualname__, function.__code__, repr(args)
+    if key not in KNOWN:
+        KNOWN[key] = function(*args)
+    return KNOWN[key]
