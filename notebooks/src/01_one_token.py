@@ -449,10 +449,10 @@ print(f"our sentence used {14 * spec.kv_bytes_per_token / 1e6:.1f} MB of it")
 # %% two-counters
 request = Request("r", prompt_ids, max_tokens=7)
 cache = DynamicCache(config=model.config)
-print("known  computed  feeds positions")
+print("tokens known  computed  fed: positions")
 for _ in range(7):
     start, end = request.num_computed_tokens, request.num_tokens
-    print(f"{end:5}  {start:8}  {start} to {end - 1}")
+    print(f"{end:12}  {start:8}  {start} to {end - 1}")
     positions = torch.arange(start, end)[None]
     fed = torch.tensor([request.token_ids[start:end]])
     logits = model(fed, cache=cache, position_ids=positions).logits

@@ -49,7 +49,7 @@ print(f"{len(needs):,} requests in an hour, slots needed: p50 {np.median(needs):
 # | `"pow2"` | the prompt, and the limit of the answer rounded up to a power of two |
 # | `"exact"` | all that the request will need. No server knows that; it is the best one could hope for |
 # | `"double"` | the tokens known now; twice as much whenever the extent is full |
-# | `"grow"` | the tokens known now; one more block whenever the extent is full |
+# | `"grow"` | the tokens that the next step computes; one more block whenever the extent is full |
 #
 # We begin with `"exact"`.
 
@@ -119,7 +119,7 @@ print(f"{free:.0%} of the pool is free, the largest gap is {gap:.0%} of the pool
 card
 
 # %% [markdown]
-# In a meeting you would hear four explanations:
+# Four explanations stand on the board:
 #
 # | explanation | what it would mean |
 # |---|---|
@@ -286,8 +286,8 @@ for low in range(6):
 # Fewer. The more memory is free while a request waits, the smaller is the batch. This table is the
 # paradox in short.
 #
-# Now to the four suspects. The first is **a leak**, which is memory that stays lost. To look for one,
-# we stop the traffic and let every request finish.
+# Now to the four suspects. The first is **a leak**: memory that stays lost. To find one, we stop the
+# traffic and let every request finish.
 
 # %% leak
 hour.core.manager.check()  # raises unless every slot has one owner or is free
@@ -310,8 +310,8 @@ print(f"free where the sum was enough: median {np.median(shares):.0%} of the poo
       f"at most {shares.max():.0%}")
 
 # %% [markdown]
-# Memory was short in the smaller part of the refusals. In the larger part there was enough. The median
-# also says that a case like ours is rare: the ordinary refusal is a question that finds 9% of the pool
+# Memory was short in the smaller part of the refusals. In the larger part there was enough. A case like
+# ours is rare, as the median says: the ordinary refusal is a question that finds 9% of the pool
 # free, in small pieces.
 #
 # The third suspect is **a slow kernel**. It would show in the time between two tokens of a running
@@ -447,7 +447,7 @@ print(f"with 'exact', {rounding:.0%} of the pool are the buddy's rounding")
 # table above nor the measure of section 1, which divides by the free memory.
 #
 # The last row is ours. It is `"exact"` with first fit. Its "external" is simply what is free, and
-# compaction, which section 6 is about, could win no more than that.
+# compaction (section 6) could win no more than that.
 #
 # ## 4. First, best, next, worst fit, buddy
 #
@@ -636,7 +636,7 @@ print(f"asked: {asked(chats):.0f} tokens/s in seed 0, "
       f"{asked(chats, seed=2):.0f} tokens/s in seed 2")
 
 # %% [markdown]
-# Ten minutes at a fixed rate are not a fixed load. Seed 2 asks for more tokens than the server can
+# A fixed rate is not a fixed load. Seed 2 asks for more tokens than the server can
 # make. Then requests wait with growing, too, and most of what is computed is computed again.
 #
 # Back to seed 0, and to one request that moves. It is in colour.
@@ -847,7 +847,7 @@ print("preemptions saved, with the brake:", *(f"{share:.0%}" for share in less))
 #   slide and nothing to relocate. Two requests could even share a piece. This is the paper's second
 #   reason, and the better one.
 #
-# (No run of ours shows the engineering: each kernel, each GPU of a group and each prepared launch must
+# (Our runs do not show the engineering: each kernel, each GPU of a group and each prepared launch must
 # learn the new addresses at once.)
 #
 # ## 7. The padded batch of chapter 02, in this memory
@@ -979,8 +979,8 @@ viz.fragmentation_lab()
 #   traffic is made up. Chats show the effect far less, as you saw.
 # - Nearly everything was one seed, and one seed misled us. `python -m minikv simulate paradox` plays
 #   the case in more.
-# - Requests were served in the order in which they came. A scheduler that lets short requests overtake
-#   would fill the gaps, and let documents starve: chapter 06.
+# - Requests were served in the order in which they came. A scheduler that let short ones overtake would
+#   fill the gaps, and let documents starve: chapter 06.
 # - A copy at full bandwidth assumes large pieces and an idle GPU. We measured one on a CPU only.
 #
 # ## What you have now
