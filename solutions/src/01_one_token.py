@@ -47,7 +47,7 @@ from minikv.classroom.harness.verdicts import ask, check, explain, factors, once
 from minikv.model.loader import load
 from minikv.specs import GPUS
 
-# A random decoder of a million parameters: its text means nothing, but depends on every token.
+# A random decoder of a million parameters: its text is noise, but every token counts.
 model, _, spec = load("tiny", dtype="float32", device="cpu")
 begin(globals())
 
@@ -102,7 +102,9 @@ def kv_bytes(config, num_tokens, bits_per_value):
     """Bytes that K and V of `num_tokens` tokens take over all layers."""
     ### BEGIN SOLUTION
     num_kv_heads = config.get("num_key_value_heads", config["num_attention_heads"])
-    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    head_dim = config.get(
+        "head_dim", config["hidden_size"] // config["num_attention_heads"]
+    )
     values_per_token = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim
     return values_per_token * num_tokens * bits_per_value // 8
     ### END SOLUTION
@@ -114,8 +116,6 @@ def kv_bytes(config, num_tokens, bits_per_value):
 # %% cases-1-1 jupyter={"source_hidden": true}
 @ours
 def counted_kv_bytes(config, num_tokens, bits_per_value):
-    if not num_tokens:
-        return 0
     shape = {key: value for key, value in config.items() if key != "dtype"}
     with torch.device("meta"):
         llama = LlamaForCausalLM(LlamaConfig(vocab_size=8, intermediate_size=8, **shape))
@@ -199,13 +199,17 @@ def exercise_1_1(kv_bytes):
     cases = []
     for config, num_tokens, bits in configs_1_1():
         absent = sorted({"head_dim", "num_key_value_heads"} - config.keys())
-        asked = f"kv_bytes(config, num_tokens={num_tokens}, bits_per_value={bits}), where config is"
-        asked += f"\n{config}" + "".join(f"\nNote: no {key}." for key in absent)
+        asked = f"kv_bytes(config, num_tokens={num_tokens}, bits_per_value={bits}), "
+        asked += f"where config is\n{config}"
+        asked += "".join(f"\nNote: no {key}." for key in absent)
         value = ask(kv_bytes, dict(config), num_tokens, bits, asked=asked)
         got = numbers(value, ["bytes"], "kv_bytes")["bytes"]
         wanted = once(counted_kv_bytes, config, num_tokens, bits)
         cases.append((asked, got, wanted, slips_1_1(config, num_tokens, bits, wanted)))
     explain(cases)
+    empty = ask(kv_bytes, dict(config), 0, 16)
+    empty = numbers(empty, ["bytes"], "kv_bytes")["bytes"]
+    assert empty == 0, f"A cache of 0 tokens takes no bytes; you returned {empty:,.0f}."
     each = [case[1] for case in cases[-6:]]
     for name, one, many in zip(MODELS, each[:3], each[3:], strict=True):
         print(f"{name:12}  {one:>9,.0f} bytes per token, "
@@ -352,7 +356,8 @@ def telling_prompt(seed, P):
 @ours
 def games_1_2():
     """(prompt, n, forced), small ones first. Forced are tokens at which a loop might stop."""
-    for seed, (P, n) in enumerate([(2, 1), (3, 2), (2, 4), (1, 3), (9, 5), (24, 12), (140, 3)]):
+    sizes = [(2, 1), (3, 2), (2, 4), (1, 3), (9, 5), (24, 40), (140, 3)]
+    for seed, (P, n) in enumerate(sizes):
         yield once(telling_prompt, 120 + seed, P), n, ()
     eos, (a, b, c) = model.config.eos_token_id, once(telling_prompt, 130, 3)
     yield [a, b, a, c], 8, ((3, eos), (4, 2), (5, 0), (6, a), (7, eos), (8, 1), (9, 7))
@@ -385,6 +390,11 @@ def said_1_2(known, P, i, session):
         return "A token was run a second time: the cache now holds its K and V twice."
     if i >= P and token == session.first_rows.get(i):
         return ROW_0
+    if i >= P and session.forced.get(i - 1) == known[i]:
+        return (
+            f"The best token of the session's last row was {known[i]} (the check sees to "
+            f"that), and {token} was run. Did something else choose it, or a part of the row?"
+        )
     if i == P - 1 and token == session.last_rows.get(i):
         return "The prompt's last token was not run; what follows it was read off the token before."
     if i < P and token in known[:P] and position == known.index(token):
@@ -393,48 +403,65 @@ def said_1_2(known, P, i, session):
 
 # %% judge-1-2-b jupyter={"source_hidden": true}
 @ours
-def judge_loop(prompt, wanted, got, session):
-    """Says how a loop went wrong, from what it returned and what it ran."""
-    known, ran, at = prompt + wanted, session.token_ids, session.positions
-    P, n = len(prompt), len(wanted)
-    case = f"Prompt {prompt}, output tokens: {n}."
+def judge_run(known, P, session, case):
+    """Says what is wrong with the tokens that a loop ran; known: prompt and output."""
+    ran, at, needed = session.token_ids, session.positions, len(known) - 1
     assert ran, (
-        f"The session was never called; running on its cache is what this loop is about.\n{case}"
+        "The session was never called; running on its cache is what this loop is about."
+        f"\n{case}"
     )
     for i, (token, position) in enumerate(zip(ran, at, strict=True)):
-        assert (i, token, position) != (P + n - 1, known[-1], i), (
-            f"One forward pass too many: the last output token was run too, and nobody asks "
-            f"what follows it.\n{case} {len(ran)} tokens were run, {P + n - 1} are needed."
+        assert (i, token, position) != (needed, known[-1], i), (
+            "One forward pass too many: the last output token was run too, and nobody "
+            f"asks what follows it.\n{case} {len(ran)} tokens were run, {needed} are needed."
         )
-        if i >= len(known) - 1 or (token, position) != (known[i], i):
-            said = said_1_2(known, P, min(i, len(known) - 1), session)
+        if i >= needed or (token, position) != (known[i], i):
+            said = said_1_2(known, P, min(i, needed), session)
             start = max(0, i - 9)
             raise AssertionError("\n".join((
                 said, case, f"From index {start} on:",
-                f"  run so far    {ran[start : i + 1]}", f"  at positions  {at[start : i + 1]}",
+                f"  run so far    {ran[start : i + 1]}",
+                f"  at positions  {at[start : i + 1]}",
                 f"  should be     {known[start : i + 1]}",
                 f"  at positions  {[*range(start, min(i + 1, len(known)))]}",
             )))  # fmt: skip
-    said = f"{case} You returned {got}, without a cache it is {wanted}."
-    assert got != known, f"The prompt itself was returned as well; only its output counts.\n{said}"
+
+# %% judge-1-2-c jupyter={"source_hidden": true}
+@ours
+def judge_loop(prompt, wanted, got, session, before):
+    """Says how a loop went wrong; before: what its last call returned."""
+    known, P, n = prompt + wanted, len(prompt), len(wanted)
+    case = f"Prompt {prompt}, output tokens: {n}."
+    judge_run(known, P, session, case)
+    said = f"{case} You returned {got}; the session's best tokens are {wanted}."
+    assert got != known, (
+        f"The prompt itself was returned as well; only its output counts.\n{said}"
+    )
     early = got == wanted[: len(got)] and session.calls == len(got) < n
     assert not early, f"The loop stopped early: {len(got)} of {n} tokens.\n{said}"
-    left_out = len(ran) == P - 1 and got[:1] == [session.last_rows.get(P - 1)]
+    ran = len(session.token_ids)
+    left_out = ran == P - 1 and got[:1] == [session.last_rows.get(P - 1)]
     assert not left_out, f"The prompt's last token was not run.\n{said}"
+    assert not before or got == wanted or got[: len(before)] != before, (
+        "The output begins with that of the call before. Does a list live on between calls, "
+        f"as one does that is a parameter's default?\n{said}"
+    )
     assert len(got) == n, f"Output tokens returned: {len(got)}; {n} asked for.\n{said}"
     assert max(got) < spec.vocab_size, (
-        f"There is no token {max(got)}: take the argmax of the last row, not of all rows.\n{said}"
+        f"There is no token {max(got)}: take the argmax of the last row, not of all rows."
+        f"\n{said}"
     )
     assert got[0] != session.first_rows.get(P) or got == wanted, f"{ROW_0}\n{said}"
-    assert got == wanted, f"The right tokens were run, but others were returned.\n{said}"
+    assert got == wanted, f"The tokens run are right, those returned are not.\n{said}"
     assert session.calls >= n, (
-        "Each output token needs a call of its own, whose logits choose it. Calls of the session: "
-        f"{session.calls}. Did a loop without a cache choose?\n{case}"
+        "Each output token needs a call of its own, whose logits choose it. Calls of the "
+        f"session: {session.calls}. Did a loop without a cache choose?\n{case}"
     )
 
 # %% check-1-2
 @check
 def exercise_1_2(generate):
+    got = []
     for prompt, n, forced in games_1_2():
         P = len(prompt)
         session = Session(limit=10 + (P + n) ** 2, forced=forced)
@@ -443,9 +470,11 @@ def exercise_1_2(generate):
         value = ask(generate, session, list(prompt), n, asked=asked)
         said = f"generate must return a list of token ids, not {value!r:.80}"
         assert isinstance(value, list | tuple), said
-        got = [part[0] if isinstance(part, list) and len(part) == 1 else part for part in value]
-        assert all(isinstance(token, int | float) and token == int(token) for token in got), said
-        judge_loop(prompt, wanted, got, session)
+        before, got = got, []
+        for x in value:
+            got.append(x[0] if isinstance(x, list) and len(x) == 1 else x)
+        assert all(isinstance(x, int | float) and x == int(x) for x in got), said
+        judge_loop(prompt, wanted, got, session, before)
         without = sum(range(P, P + n))
         print(f"{P:3} prompt, {n:2} output: {len(session.token_ids):3} tokens run, "
               f"{without:3} without a cache; ends in {got[-1]:.0f}")  # fmt: skip
@@ -479,7 +508,7 @@ def exercise_1_2(generate):
 
 # %% ex-1-2-b
 def tokens_read(num_prompt_tokens, num_output_tokens):
-    """Tokens whose K and V are read by all decode steps of one answer, with repetition."""
+    """Tokens whose K and V all decode steps of one answer read, with repetition."""
     ### BEGIN SOLUTION
     num_steps = num_output_tokens - 1
     return num_steps * num_prompt_tokens + num_steps * (num_steps + 1) // 2
@@ -528,8 +557,8 @@ def slips_1_2(P, n, reads):
 @check
 def exercise_1_2_b(tokens_read):
     cases = []
-    shapes = [(3, 1), (1, 2), (3, 3), (5, 4), (2, 9), (11, 6), (40, 17), (60, 129), (700, 40)]
-    for P, n in shapes:
+    shapes = [(3, 1), (1, 2), (3, 3), (5, 4), (2, 9), (11, 6), (40, 17), (60, 129)]
+    for P, n in [*shapes, (700, 40)]:
         reads = once(count_reads, P, n)
         few = ", ".join(map(str, reads))
         if n >= 10:
@@ -588,8 +617,8 @@ def exercise_1_2_b(tokens_read):
 def chunk_inputs(num_computed_tokens, num_new_tokens):
     """positions: [num_new_tokens], int.
 
-    mask: [num_new_tokens, num_computed_tokens + num_new_tokens], bool, True where a new token
-    (row) may see a key (column). Returns (positions, mask), two tensors.
+    mask: [num_new_tokens, num_computed_tokens + num_new_tokens], bool, True where a new
+    token (row) may see a key (column). Returns (positions, mask), two tensors.
     """
     ### BEGIN SOLUTION
     num_tokens = num_computed_tokens + num_new_tokens
@@ -633,7 +662,7 @@ def shapes_1_3():
     rng = random.Random(13)
     shapes = [(1, 1), (0, 1), (1, 2), (0, 3), (2, 2), (4, 1), (3, 4), (2, 9)]
     shapes += [(rng.randint(1, 6), rng.randint(2, 5)) for _ in range(4)]
-    return [*shapes, *LARGE, (33, 1), (130, 3), (300, 2), (299, 1)]
+    return [*shapes, *LARGE, (33, 1), (50, 40), (130, 3), (300, 2), (299, 1)]
 
 
 @ours
@@ -693,10 +722,11 @@ def picture(c, mask, wanted):
             which = f"{len(wrong)} keys, {wrong[0]} to {wrong[-1]}"
         sees, should = ("does not see", "should") if wanted[i, wrong[0]] else ("sees", "should not")
         return f"The token at position {c + i} {sees} {which}, and {should}."
-    lines = [f"{'':12}{'yours':{2 * total + 3}}should be"]
+    width = max(2 * total - 1, len("yours")) + 4
+    lines = [f"{'':12}{'yours':{width}}should be"]
     for i in range(new):
         yours, right = (" ".join(".#"[int(x)] for x in m[i]) for m in (mask, wanted))
-        lines.append(f"position {c + i:<3}{yours}    {right}")
+        lines.append(f"position {c + i:<3}{yours:{width}}{right}")
     return "\n".join(lines)
 
 
@@ -775,14 +805,15 @@ def exercise_1_3(chunk_inputs):
     for c, new, _, mask in answers:
         if (c, new) in LARGE:
             token_ids = [rng.randrange(256) for _ in range(c + new)]
-            right, wrong = (rows_kept(token_ids, c, m) for m in (mask, empty_mask(c, new)))
+            masks = mask, empty_mask(c, new)
+            right, wrong = (rows_kept(token_ids, c, each) for each in masks)
             print(f"{c:2} computed, {new:2} new: {right:2} rows as without a cache; "
                   f"with the wrong mask {wrong}")  # fmt: skip
     print("Exercise 1.3: passed")
 
 # %% fluent-nonsense tags=["solution", "nbval-ignore-output"]
 def continue_chunked(text, num_new, with_mask, num_output=18):
-    """What SmolLM2 says after `text`, its last num_new tokens run as one chunk under a mask."""
+    """What SmolLM2 says after `text`, whose last num_new tokens run as one chunk."""
     llm, tokenizer, _ = load("smollm2", dtype="float32", device="cpu")
     ids = tokenizer(text, return_tensors="pt").input_ids
     c, cache = ids.shape[1] - num_new, DynamicCache(config=llm.config)
@@ -798,7 +829,8 @@ def continue_chunked(text, num_new, with_mask, num_output=18):
     return tokenizer.decode(output)
 
 
-text = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
+text = "The capital of France is Paris. The capital of Italy is Rome. "
+text += "The capital of Spain is"
 for name in ("right", "wrong"):
     print(name, repr(continue_chunked(text, 4, name)))
 
@@ -852,7 +884,8 @@ for name in ("right", "wrong"):
 def write_kv(slab, num_computed_tokens, k, v):
     """Writes k and v into the slab, in place. Returns the new num_computed_tokens.
 
-    slab: [2, num_kv_heads, num_slots, head_dim]; k, v: [num_new_tokens, num_kv_heads, head_dim].
+    slab: [2, num_kv_heads, num_slots, head_dim]
+    k, v: [num_new_tokens, num_kv_heads, head_dim]
     Raises OutOfKVMemory, with the slab untouched, if they do not fit.
     """
     ### BEGIN SOLUTION
@@ -918,6 +951,8 @@ def slips_1_4(before, c, new, heads):
         "The slab that was passed in did not change. Assign to a slice of it; neither a new tensor "
         "nor an empty slice reaches it.": before,
         f"One slot too far: the new tokens start at position {c}; a slot was left empty.": put(c + 1),
+        "One slot too early: the last token computed was written over.":
+            put(max(0, c - 1)),
         "The first slots were written over; new tokens go behind those computed.": put(0),
         "K and V are in each other's place.": put(c, "VK"),
         "Only K was written; V has its half of the slab.": put(c, "K-"),
@@ -1038,7 +1073,7 @@ def try_overflow(write_kv, slab, c, new):
 def runs_1_4():
     """(heads, head_dim, chunks that fill a slab), small ones first."""
     rng = random.Random(14)
-    yield from [(1, 2, [1, 1, 1]), (2, 2, [3, 1]), (2, 3, [2, 1, 1])]
+    yield from [(1, 2, [2, 1, 1]), (2, 2, [3, 1]), (2, 3, [2, 1, 1])]
     for size in range(3, 7):
         chunks = [rng.randint(1, size) for _ in range(size)]
         yield rng.randint(2, 4), rng.randint(1, 6), chunks
@@ -1111,7 +1146,7 @@ def exercise_1_4(write_kv):
 
 # %% ex-1-5
 def rows_to_compute_bound(peak_flops, bandwidth, bytes_per_value):
-    """The smallest whole number of rows at which computing takes at least as long as reading."""
+    """The smallest whole number of rows at which computing takes as long as reading."""
     ### BEGIN SOLUTION
     seconds_to_read = bytes_per_value / bandwidth  # per weight
     seconds_per_row = 2 / peak_flops  # per weight: a multiplication and an addition
@@ -1171,7 +1206,8 @@ GPU_NAMES = ("RTX 4090", "A100 40GB SXM", "A100 80GB SXM", "H100 SXM")
 def exercise_1_5(rows_to_compute_bound):
     rng, cases = random.Random(16), []
     for peak, bandwidth, size in machines_1_5():
-        asked = f"{peak / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, {size} bytes per value:"
+        asked = f"{peak / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, "
+        asked += f"{size} byte{'s' * (size > 1)} per value:"
         value = ask(rows_to_compute_bound, peak, bandwidth, size, asked=asked)
         got = numbers(value, ["rows"], "rows_to_compute_bound")["rows"]
         meet = counted_rows(peak, bandwidth, size, rng.randint(8, 99), rng.randint(8, 99))
@@ -1179,13 +1215,15 @@ def exercise_1_5(rows_to_compute_bound):
         cases.append((asked, got, wanted, slips_1_5(meet, peak, bandwidth, size)))
     explain(cases, alike=lambda got, other: abs(got - other) < 1.000001)
     for asked, got, wanted, _ in cases:
-        assert got == round(got), f"Rows are whole: round up.\n{asked} you returned {got:.3f}"
+        said = f"Rows are whole: round up.\n{asked} you returned {got:.3f}"
+        assert got == round(got), said
         assert got >= wanted, (
             f"One row short: with {got:.0f} rows reading still takes longer.\n{asked}"
         )
         assert got <= wanted, f"One row too many: {wanted} rows are enough.\n{asked}"
     for name, full, half in zip(GPU_NAMES, cases[-8::2], cases[-7::2], strict=True):
-        print(f"{name:13}  {full[1]:.0f} rows; with weights stored in one byte {half[1]:.0f}")
+        print(f"{name:13}  {full[1]:.0f} rows; "
+              f"with weights stored in one byte {half[1]:.0f}")  # fmt: skip
     print("Exercise 1.5, first part: passed")
 
 # %% [markdown]
@@ -1270,7 +1308,7 @@ def shapes_1_5():
         kv, group, dim = rng.randint(1, 4), rng.randint(2, 8), rng.choice([16, 48, 64])
         size = [2, 1, 4][step % 3]
         yield kv * group, kv, dim, rng.randint(5, 90), rng.randint(3, 40), size
-    yield 12, 12, 64, 1, 1, 1
+    yield from [(12, 12, 64, 1, 1, 1), (9, 3, 32, 7, 2, 8)]
     yield 128, 8, 128, 100_000, 3, 4
     for heads in MODELS_1_5.values():
         for num_seqs in (1, 64, 512):
@@ -1280,22 +1318,27 @@ def shapes_1_5():
 @check
 def exercise_1_5_b(attention_flops_per_byte):
     cases, name = [], "attention_flops_per_byte"
-    words = ("query heads", "kv heads", "head_dim", "tokens", "sequences", "bytes per value")
+    words = ["query heads", "kv heads", "head_dim", "tokens", "sequences"]
+    words.append("bytes per value")
     for shape in shapes_1_5():
         asked = ", ".join(f"{n} {word}" for n, word in zip(shape, words, strict=True))
-        got = numbers(ask(attention_flops_per_byte, *shape, asked=asked), [name], name)[name]
+        value = ask(attention_flops_per_byte, *shape, asked=asked)
+        got = numbers(value, [name], name)[name]
         wanted, (*_, num_seqs, size) = counted_intensity(*shape), shape
         slips = {
-            "That is what a linear layer does per byte. Its rows share the weights; sequences do "
-            "not share K and V.": 2 * num_seqs / size,
+            "That is what a linear layer does per byte. Its rows share the weights; "
+            "sequences do not share K and V.": 2 * num_seqs / size,
             "That is right for 2 bytes per value only.": wanted * size / 2,
             "That is bytes per operation; the other way round was asked for.": 1 / wanted,
         }
-        cases.append((asked, got, wanted, slips | factors(wanted, slips_1_5_b(*shape), most=1)))
+        slips |= factors(wanted, slips_1_5_b(*shape), most=1)
+        cases.append((asked, got, wanted, slips))
     explain(cases, alike=partial(same, tolerance=1e-6))
     each = [case[1] for case in cases[-9:]]
-    for name, one, some, many in zip(MODELS_1_5, each[::3], each[1::3], each[2::3], strict=True):
-        print(f"{name:12}  {one:.2f} with 1 sequence, {some:.2f} with 64, {many:.2f} with 512")
+    by_model = zip(MODELS_1_5, each[::3], each[1::3], each[2::3], strict=True)
+    for name, one, some, many in by_model:
+        print(f"{name:12}  {one:.2f} with 1 sequence, {some:.2f} with 64, "
+              f"{many:.2f} with 512")  # fmt: skip
     print("Exercise 1.5, second part: passed")
 
 # %% [markdown]

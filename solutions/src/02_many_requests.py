@@ -32,20 +32,21 @@ import heapq
 import math
 import random
 from collections import deque
+from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
 from minikv import LLM, Request, SamplingParams
 from minikv.classroom.harness.bounds import Delegated, Endless, bounded
 from minikv.classroom.harness.namespace import begin, lent, ours
-from minikv.classroom.harness.values import list_of_numbers, numbers, text
+from minikv.classroom.harness.values import list_of_numbers, numbers, same, text
 from minikv.classroom.harness.verdicts import ask, check, explain, once, told
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.model.loader import load
 from minikv.scheduler import ScheduledRequest, Scheduler
 from minikv.static_batching import StaticScheduler
 
-tiny = load("tiny", dtype="float32", device="cpu")  # a random model: instant, its text is noise
+tiny = load("tiny", dtype="float32", device="cpu")  # random; its text is noise
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 begin(globals())
 
@@ -121,9 +122,10 @@ def serve(kind, pairs, max_num_seqs, last_step=math.inf):
 
 # %% ex-2-1
 def padding_costs(prompt_lens, num_output_tokens):
-    """(slots held, tokens run, slots read in all decode steps), each counted for padding alone.
+    """(slots held, tokens run, slots read in all decode steps), each for padding alone.
 
-    prompt_lens: tokens of each prompt in the batch. num_output_tokens: of each request, at least 1.
+    prompt_lens: tokens of each prompt in the batch.
+    num_output_tokens: of each request, at least 1.
     """
     ### BEGIN SOLUTION
     longest = max(prompt_lens)
@@ -169,6 +171,7 @@ def batches_2_1():
             lens.reverse()
         yield lens, n
     yield from [([3, 3, 7, 3], 3), ([5, 5, 5], 4), ([2, 7, 7], 2), ([1, 60, 2, 2, 60], 9)]
+    yield [3, 1], 40
 
 
 @ours
@@ -215,7 +218,8 @@ def exercise_2_1(padding_costs):
         ([161] * 15 + [2000], "15 prompts of 161 tokens, one of 2,000"),
         ([161] * 16, "16 prompts of 161 tokens"),
     ):
-        slots, run, read = numbers(ask(padding_costs, lens, 338), parts, "padding_costs").values()
+        costs = numbers(ask(padding_costs, lens, 338), parts, "padding_costs")
+        slots, run, read = costs.values()
         print(f"{prompts}, 338 output tokens each: {slots:,.0f} slots held, "
               f"{run:,.0f} tokens run, {read:,.0f} slots read for padding")  # fmt: skip
 
@@ -364,7 +368,8 @@ def exercise_2_1_b(make_batches):
     judge_batches(tried)
     for lens, size, batches in tried:
         pads = count_pads(lens, batches)
-        came = count_pads(lens, [[*range(i, i + size)] for i in range(0, len(lens), size)])
+        in_order = [[*range(i, i + size)] for i in range(0, len(lens), size)]
+        came = count_pads(lens, in_order)
         print(f"requests: {len(lens):2}, batches of {size}: {pads:2} of padding, "
               f"{came:2} as they came")  # fmt: skip
 
@@ -432,7 +437,8 @@ def leaving_steps(requests, max_num_seqs):
         end = start + max(num_tokens for _, num_tokens in batch) - 1
         static += [end] * len(batch)
 
-    iteration_level, left = [None] * len(requests), {}  # left: tokens still to come, if it runs
+    iteration_level = [None] * len(requests)
+    left = {}  # request that runs -> tokens still to come
     waiting, step = deque(range(len(requests))), 0
     while waiting or left:
         while waiting and len(left) < max_num_seqs and requests[waiting[0]][0] <= step:
@@ -480,7 +486,8 @@ def slips_2_2(pairs, rows):
     """The usual slips, by part, each with its answer."""
     static, other, many = batchwise(pairs, rows), rowwise(pairs, rows), len(pairs)
     prefill = "A step too many: the prefill samples the first token, so n tokens take n steps."
-    zero = "Steps count from 0: a request that starts at step s leaves at s + n - 1."
+    zero = ("All one step late. Steps count from 0: who arrives at step s may start in it, and "
+            "leaves at s + n - 1.")  # fmt: skip
     soon = "A row that is taken in step s is free in step s + 1, not earlier."
     big = "A bigger static batch is not what is meant: there are max_num_seqs rows, and each is free again as soon as its request leaves."
     batch_end = "The new request did not have to wait for the end of the batch: one free row is enough."
@@ -554,9 +561,10 @@ def two_lists(value, pairs):
 def exercise_2_2(leaving_steps):
     cases = []
     for pairs, rows in queues_2_2():
-        static, other = (serve(kind, pairs, rows)[0] for kind in (StaticScheduler, Scheduler))
-        asked = (f"requests = {pairs}, max_num_seqs = {rows}\n static\n{drawing(static)}\n"
-                 f" iteration-level\n{drawing(other)}")  # fmt: skip
+        kinds = StaticScheduler, Scheduler
+        static, other = (serve(kind, pairs, rows)[0] for kind in kinds)
+        asked = (f"requests = {pairs}, max_num_seqs = {rows}\n static\n{drawing(static)}"
+                 f"\n iteration-level\n{drawing(other)}")  # fmt: skip
         got = two_lists(ask(leaving_steps, pairs, rows, asked=asked), pairs)
         wanted = {"static": [r.finish_time for r in static],
                   "iteration_level": [r.finish_time for r in other]}  # fmt: skip
@@ -565,8 +573,9 @@ def exercise_2_2(leaving_steps):
     for _, got, _, _ in cases[2:]:
         static, other = (max(got[part]) + 1 for part in got)
         last, other_last = (got[part][-1] for part in got)
-        print(f"{len(got['static']):2} requests: {static:2.0f} steps static, {other:2.0f} "
-              f"iteration-level; the last leaves at {last:.0f} and {other_last:.0f}")  # fmt: skip
+        print(f"{len(got['static']):2} requests: {static:2.0f} steps static, "
+              f"{other:2.0f} iteration-level; the last leaves at "
+              f"{last:.0f} and {other_last:.0f}")  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2.3: where the slots are
@@ -618,8 +627,12 @@ def exercise_2_2(leaving_steps):
 
 # %% running
 class Running(NamedTuple):
-    """A running request. num_output_tokens: sampled so far, at least 1, the newest included.
-    max_tokens: what its sender allowed. final_output_tokens: what it was to have in the end."""
+    """A running request.
+
+    num_output_tokens: sampled so far, at least 1, the newest included.
+    max_tokens: what its sender allowed.
+    final_output_tokens: what it was to have in the end.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -628,7 +641,10 @@ class Running(NamedTuple):
 
 # %% ex-2-3
 def account(running, slab_slots, pool_slots):
-    """(live, reserved, internal, free) in slots; they add up to pool_slots. running: list[Running]."""
+    """(live, reserved, internal, free) in slots; they add up to pool_slots.
+
+    running: list[Running].
+    """
     ### BEGIN SOLUTION
     live = reserved = internal = 0
     for request in running:
@@ -685,6 +701,7 @@ def moments_2_3():
             running.append(Running(prompt, out, most, final))
         yield running, slab, slab * (count + rng.randint(0, 2)) + rng.randint(1, slab - 1)
     yield [Running(3, 1, 4, 4)], 9, 20
+    yield [Running(3, 2, 9, 5)] * 2, 12, 40
     yield [Running(6, 1, 6, 6), Running(6, 5, 6, 6), Running(1, 1, 11, 2)], 12, 36
     yield [Running(700, 200, 1000, 300), Running(1, 1, 2, 2)], 2000, 10_001
 
@@ -727,8 +744,9 @@ def exercise_2_3(account):
         asked = f"Slabs of {slab} slots in a pool of {pool}:\n{listed}"
         got = numbers(ask(account, running, slab, pool, asked=asked), parts, "account")
         wanted = dict(zip(parts, once(counted_slots, running, slab, pool), strict=True))
-        if sum(got.values()) != pool:
-            asked += f"\nYour four counts add up to {text(sum(got.values()))}, the pool has {pool}."
+        total = sum(got.values())
+        if total != pool:
+            asked += f"\nYour four counts add up to {text(total)}, the pool has {pool}."
         cases.append((asked, got, wanted, slips_2_3(running, slab, pool)))
     explain(cases)
     for _, got, _, _ in cases:
@@ -801,7 +819,7 @@ def exercise_2_3(account):
 # %% ex-2-4
 class MyScheduler(Scheduler):
     def schedule(self):
-        """Returns (list[ScheduledRequest], []): who computes how many tokens in this step."""
+        """Returns (list[ScheduledRequest], []): who computes how many tokens now."""
         ### BEGIN SOLUTION
         scheduled = [ScheduledRequest(request, 1) for request in self.running]
         budget = self.max_num_batched_tokens - len(scheduled)
@@ -1003,6 +1021,7 @@ def watched(kind, plan, limits, asked):
             self.done += 1
             return result
 
+    Watched.__name__ = kind.__name__
     return Watched
 
 # %% told-2-4 jupyter={"source_hidden": true}
@@ -1044,6 +1063,17 @@ def run_engine(scheduler, lengths, rows, budget, slabs):
 
 
 @ours
+def run_watched(kind, game, asked):
+    """run_engine; what ends outside schedule(), in __init__ or update(), is told as well."""
+    try:
+        return run_engine(kind, *game)
+    except (AssertionError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise AssertionError(told("MyScheduler", error, asked)) from None
+
+# %% games-2-4-b jupyter={"source_hidden": true}
+@ours
 def games_2_4():
     """(lengths, rows, budget, slabs), small ones first."""
     rng = random.Random(25)
@@ -1051,6 +1081,7 @@ def games_2_4():
              ([(4, 3), (3, 2), (5, 1)], 2, 6, 2), ([(2, 4), (2, 1), (2, 2), (1, 2)], 2, 8, 2),
              ([(5, 3), (4, 2), (1, 2)], 3, 6, 3), ([(1, 4), (2, 2), (1, 3), (2, 2)], 4, 12, 2),
              ([(1, 1)] * 5, 3, 3, 3), ([(6, 2), (6, 2), (6, 2)], 3, 6, 3),
+             ([(1, 2)] * 8, 7, 9, 8),
              ([(3, 30), (2, 2), (9, 3), (1, 1), (1, 1)], 3, 10, 3)]  # fmt: skip
     for count in (6, 9, 14, 22):
         budget = rng.randint(9, 14)
@@ -1067,10 +1098,11 @@ def exercise_2_4(MyScheduler):
         asked = (f"Rows: {rows}; budget: {budget} tokens; slabs in the pool: {slabs}.\n"
                  f"Prompt + output tokens: {listed}.")  # fmt: skip
         kind = watched(MyScheduler, plan, (rows, budget, slabs), asked)
-        outputs, steps = run_engine(kind, lengths, rows, budget, slabs)
+        outputs, steps = run_watched(kind, (lengths, rows, budget, slabs), asked)
         assert steps == len(plan), f"{steps} steps; {len(plan)} are needed.\n{asked}"
         alone, many = once(run_engine, Scheduler, lengths, 1, budget, slabs)
-        assert outputs == alone, f"Other tokens came out than for each request alone.\n{asked}"
+        said = f"Other tokens came out than for each request alone.\n{asked}"
+        assert outputs == alone, said
         busiest = max(len(step) for step in plan)
         print(f"requests: {len(lengths):2}, steps: {steps:2}, most rows: {busiest}; "
               f"one at a time {many:2}, equal tokens")  # fmt: skip
@@ -1158,6 +1190,7 @@ def runs_2_5():
     for count, rows, empty, gap, last_step, arrival in [
         (3, 2, 0, 0, 99, 0), (3, 2, 0, 1, 99, 0), (4, 2, 1, 4, 7, 0), (6, 3, 0, 1, 99, 2),
         (9, 3, 0, 5, 30, 0), (12, 4, 0, 1, 9, 0), (20, 5, 2, 2, 99, 0), (1, 1, 0, 0, 99, 0),
+        (2, 2, 3, 1, 99, 0),
     ]:  # fmt: skip
         first = arrival
         for kind in (StaticScheduler, Scheduler):
@@ -1178,42 +1211,72 @@ def right_2_5(chart, rows, seconds, requests):
     steps = 1 + max(step for _, step in chart)
     return rows * steps - useful, useful / (rows * steps), useful / (steps * seconds), useful
 
+# %% texts-2-5 jupyter={"source_hidden": true}
+MIXED = (
+    "Numerator and denominator do not match: both must count row-steps of the same "
+    "rectangle, rows offered times steps."
+)
+PADS_COUNTED = (
+    "Throughput was counted with pads: a row computed after its request's end gives nobody "
+    "a token."
+)
+STILL_TO_COME = (
+    "The recording ends before some requests do: tokens that are still to come were counted."
+)
+IDLE_STEPS = (
+    "Steps in which nothing ran take time, too: the run goes from step 0 to the last one."
+)
+FROM_0 = "Steps count from 0: the last step is s, so there were s + 1."
+FIRST_PAIR = "A request's first pair, its prefill, gives a token, too."
+ROWS_OFFERED = (
+    "max_num_seqs rows are offered in every step, also where no step takes all of them."
+)
+ONLY_LATE = (
+    "Those are only the rows that went on after their end; empty rows are wasted, too."
+)
+ONLY_EMPTY = (
+    "Those are only the empty rows; rows that went on after their end gave nothing either."
+)
+NOT_YET_USED = (
+    "A row that is computed is not yet used: those that went on after their end gave nothing."
+)
+
 # %% slips-2-5 jupyter={"source_hidden": true}
 @ours
 def slips_2_5(chart, output_lens, rows, seconds, useful):
     """The usual slips, by part, each with its answer."""
     computed, asked_for, names = len(chart), sum(output_lens.values()), len(output_lens)
     steps, busy = 1 + max(step for _, step in chart), len({step for _, step in chart})
-    offered = rows * steps
-    mixed = "Numerator and denominator do not match: both must count row-steps of the same rectangle, rows offered times steps."
-    pads = "Throughput was counted with pads: a row computed after its request's end gives nobody a token."
-    cut = "The recording ends before some requests do: tokens that are still to come were counted."
-    idle = "Steps in which nothing ran take time, too: the run goes from step 0 to the last one."
-    first = "Steps count from 0: the last step is s, so there were s + 1."
-    prefill = "A request's first pair, its prefill, gives a token, too."
+    offered, taken = rows * steps, steps * min(rows, names)
     started = len({name for name, _ in chart})
-    busiest = max(sum(at == step for _, at in chart) for _, step in chart)
-    rows_of = "max_num_seqs rows are offered in every step, also where no step takes all of them."
+    busiest = steps * max(sum(at == step for _, at in chart) for _, step in chart)
     return {
         "wasted": {
-            "Those are only the rows that went on after their end; empty rows are wasted, too.": computed - useful,
-            "Those are only the empty rows; rows that went on after their end gave nothing either.": offered - computed,
-            cut: offered - asked_for, idle: rows * busy - useful, first: offered - rows - useful,
-            prefill: offered - useful + started, rows_of: busiest * steps - useful, "Those are the useful row-steps; the others were asked for.": useful,
+            ONLY_LATE: computed - useful, ONLY_EMPTY: offered - computed,
+            STILL_TO_COME: offered - asked_for, IDLE_STEPS: rows * busy - useful,
+            FROM_0: offered - rows - useful, FIRST_PAIR: offered - useful + started,
+            ROWS_OFFERED: busiest - useful, ROWS_OFFERED + " ": taken - useful,
+            "Those are the useful row-steps; the others were asked for.": useful,
         },
         "utilisation": {
-            mixed: useful / computed, mixed + " ": useful / (names * steps), mixed + "  ": useful / steps,
-            mixed + "   ": computed / (steps * names), cut: asked_for / offered, rows_of: useful / (busiest * steps), idle: useful / (rows * busy),
-            "A row that is computed is not yet used: those that went on after their end gave nothing.": computed / offered,
-            "That is the share that was wasted; the other one was asked for.": 1 - useful / offered,
+            MIXED: useful / computed, MIXED + " ": useful / (names * steps),
+            MIXED + "  ": useful / steps, MIXED + "   ": computed / (steps * names),
+            STILL_TO_COME: asked_for / offered, IDLE_STEPS: useful / (rows * busy),
+            ROWS_OFFERED: useful / busiest, ROWS_OFFERED + " ": useful / taken,
+            NOT_YET_USED: computed / offered,
+            "That is the share that was wasted; the other one was asked for.":
+                1 - useful / offered,
             "That is a percentage; a share goes from 0 to 1.": 100 * useful / offered,
         },
         "throughput": {
-            pads: computed / (steps * seconds), pads + " ": offered / (steps * seconds),
-            cut: asked_for / (steps * seconds), idle: useful / (busy * seconds),
+            PADS_COUNTED: computed / (steps * seconds),
+            PADS_COUNTED + " ": offered / (steps * seconds),
+            STILL_TO_COME: asked_for / (steps * seconds), IDLE_STEPS: useful / (busy * seconds),
             "Tokens per second were asked for, not per step.": useful / steps,
-            "Time passes per step, not per row: all rows of a step share it.": useful / (offered * seconds),
-            "Time passes per step, not per row: rows of a step share it.": useful / (computed * seconds),
+            "Time passes per step, not per row: all rows of a step share it.":
+                useful / (offered * seconds),
+            "Time passes per step, not per row: rows of a step share it.":
+                useful / (computed * seconds),
         },
     }  # fmt: skip
 
@@ -1222,18 +1285,18 @@ def slips_2_5(chart, output_lens, rows, seconds, useful):
 def exercise_2_5(read_chart):
     cases, parts = [], ("wasted", "utilisation", "throughput")
     for chart, lens, rows, seconds, requests in runs_2_5():
-        asked = (f"max_num_seqs = {rows}, seconds_per_step = {seconds}, output_lens = {lens}\n"
-                 f"{tabulate(chart, rows)}")  # fmt: skip
+        asked = (f"max_num_seqs = {rows}, seconds_per_step = {seconds}, "
+                 f"output_lens = {lens}\n{tabulate(chart, rows)}")  # fmt: skip
         value = ask(read_chart, chart, lens, rows, seconds, asked=asked)
         *wanted, useful = right_2_5(chart, rows, seconds, requests)
         wanted = dict(zip(parts, wanted, strict=True))
         slips = slips_2_5(chart, lens, rows, seconds, useful)
         cases.append((asked, numbers(value, parts, "read_chart"), wanted, slips))
-    explain(cases)
+    explain(cases, alike=partial(same, tolerance=1e-6))
     for (_, static, _, _), (_, other, _, _) in zip(cases[::2], cases[1::2], strict=True):
         print(f"static: {static['wasted']:3.0f} wasted, {static['utilisation']:4.0%}, "
-              f"{static['throughput']:6.2f} tokens/s; iteration-level: {other['wasted']:3.0f} "
-              f"wasted, {other['utilisation']:4.0%}")  # fmt: skip
+              f"{static['throughput']:6.2f} tokens/s; iteration-level: "
+              f"{other['wasted']:3.0f} wasted, {other['utilisation']:4.0%}")  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2.6: in three lines

@@ -1,4 +1,4 @@
-# ruff: noqa: E501, F811, F821
+# ruff: noqa: B006, E501, F811, F821
 # Kept answers to the exercises of chapter 01; `python -m minikv check --audit 01` runs them.
 
 # %% ex-1-1 right: the plain product
@@ -196,6 +196,11 @@ def kv_bytes(config, num_tokens, bits_per_value):
 # says: the answer is wrong in
 # - num_kv_heads * head_dim
 # + num_kv_heads * min(head_dim, 128)
+
+# %% ex-1-1 wrong: one token at least
+# says: a cache of 0 tokens
+# - return values_per_token * num_tokens
+# + return values_per_token * max(1, num_tokens)
 
 # %% ex-1-2 right: all tokens in one list
 def generate(session, prompt, num_output_tokens):
@@ -416,6 +421,40 @@ def generate(session, prompt, num_output_tokens):
 # says: a token ran at position
 # - session(prompt, range(len(prompt)))
 # + session(prompt, torch.arange(len(prompt)).to(torch.int8))
+
+# %% ex-1-2 wrong: a loop without a cache chooses, and the session is called for show
+# says: did something else choose it
+def generate(session, prompt, num_output_tokens):
+    output = generate_uncached(prompt, num_output_tokens)
+    session(prompt, range(len(prompt)))
+    for i in range(num_output_tokens - 1):
+        session([output[i]], [len(prompt) + i])
+    return output
+
+# %% ex-1-2 wrong: a loop without a cache beside the session, step by step
+# says: did something else choose it
+def generate(session, prompt, num_output_tokens):
+    tokens, computed = list(prompt), 0
+    while len(tokens) < len(prompt) + num_output_tokens:
+        session(tokens[computed:], range(computed, len(tokens)))
+        computed = len(tokens)
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+# %% ex-1-2 wrong: a list that lives on from call to call
+# says: does a list live on
+def generate(session, prompt, num_output_tokens, output=[]):
+    logits = session(prompt, range(len(prompt)))
+    output.append(int(logits[-1].argmax()))
+    while len(output) < num_output_tokens:
+        logits = session([output[-1]], [len(prompt) + len(output) - 1])
+        output.append(int(logits[-1].argmax()))
+    return output
+
+# %% ex-1-2 wrong: sixteen tokens at most
+# says: the loop stopped early
+# - while len(output) < num_output_tokens:
+# + while len(output) < min(16, num_output_tokens):
 
 # %% ex-1-2 right: the prompt in two pieces
 # - logits = session(prompt, range(len(prompt)))
@@ -693,6 +732,12 @@ def chunk_inputs(num_computed_tokens, num_new_tokens):
 # - return positions, mask
 # + return positions.to(torch.int8), mask
 
+# %% ex-1-3 wrong: no mask for the last rows of a long chunk
+# says: the mask is wrong
+# - return positions, mask
+# + mask[32:] = True
+# +     return positions, mask
+
 # %% ex-1-3 wrong: positions in reverse
 # says: the positions are in reverse order
 # - return positions, mask
@@ -893,6 +938,16 @@ def write_kv(slab, num_computed_tokens, k, v):
 # + new = torch.stack([k, v]).transpose(1, 2)
 # +     slab.data = torch.cat([slab[:, :, :num_computed_tokens], new, slab[:, :, end:]], 2)
 
+# %% ex-1-4 wrong: the last token computed is written over
+# says: one slot too early
+# - end, num_slots = num_computed_tokens + len(k), slab.shape[2]
+# + end, num_slots = num_computed_tokens + len(k), slab.shape[2]
+# +     start = max(0, num_computed_tokens - 1)
+# - slab[0, :, num_computed_tokens:end]
+# + slab[0, :, start : start + len(k)]
+# - slab[1, :, num_computed_tokens:end]
+# + slab[1, :, start : start + len(k)]
+
 # %% ex-1-4 wrong: the tokens in reverse
 # says: new tokens are in reverse order
 # - k.transpose(0, 1)
@@ -1067,3 +1122,8 @@ def attention_flops_per_byte(
 # from: only what is left after dividing
 # -     return 2 * (num_query_heads // num_kv_heads) / bytes_per_value
 # +     return 2 * min(8, num_query_heads // num_kv_heads) / bytes_per_value
+
+# %% ex-1-5-b wrong: rounded to one digit
+# says: don't round
+# - return flops / num_bytes
+# + return round(flops / num_bytes, 1)

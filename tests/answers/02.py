@@ -113,9 +113,14 @@ def padding_costs(prompt_lens, num_output_tokens):
     return run, run, rows * longest * (num_output_tokens - 1)
 
 # %% ex-2-1 wrong: equal lengths counted once
-# says: is wrong in
+# says: slots is wrong in
 # - for num_tokens in prompt_lens)
 # + for num_tokens in set(prompt_lens))
+
+# %% ex-2-1 wrong: twenty decode steps at most
+# says: read is wrong in
+# - num_output_tokens - 1
+# + min(20, num_output_tokens - 1)
 
 # %% ex-2-1-b right: longest first, one by one
 def make_batches(prompt_lens, batch_size):
@@ -525,6 +530,11 @@ def leaving_steps(requests, max_num_seqs):
 # +
 # +     return np.array([static, iteration_level])
 
+# %% ex-2-2 wrong: who arrives at a step waits for the next
+# says: steps count from 0
+# - <= step
+# + < step
+
 # %% ex-2-3 right: one sum for each
 def account(running, slab_slots, pool_slots):
     live = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in running)
@@ -668,9 +678,14 @@ def account(running, slab_slots, pool_slots):
     return report.live, report.reserved, report.internal, report.free
 
 # %% ex-2-3 wrong: never as many as allowed
-# says: is wrong in
+# says: reserved is wrong in
 # - request.num_prompt_tokens + request.final_output_tokens - 1
 # + request.num_prompt_tokens + min(request.final_output_tokens, request.max_tokens - 1) - 1
+
+# %% ex-2-3 wrong: requests that are alike counted once
+# says: live is wrong in
+# - for request in running:
+# + for request in set(running):
 
 # %% ex-2-3 right: a callable without a name
 from functools import partial
@@ -1048,6 +1063,21 @@ class MyScheduler(Scheduler):
 class MyScheduler(StaticScheduler):
     pass
 
+# %% ex-2-4 wrong: four newcomers at most
+# says: all who fit come in
+# -             budget -= request.num_tokens
+# +             budget -= request.num_tokens
+# +             if len(scheduled) == 4:
+# +                 break
+
+# %% ex-2-4 wrong: an __init__ without the inherited one
+# says: MyScheduler ended in TypeError
+# - def schedule(self):
+# + def __init__(self, *args, **options):
+# +         self.steps = 0
+# +
+# +     def schedule(self):
+
 # %% ex-2-4 wrong: None for the second list
 # says: the second is None
 # - return scheduled, []
@@ -1233,3 +1263,15 @@ def read_chart(chart, output_lens, max_num_seqs, seconds_per_step):
 # - offered = max_num_seqs * num_steps
 # + at = [step for _, step in chart]
 # +     offered = max(map(at.count, at)) * num_steps
+
+# %% ex-2-5 wrong: no more rows than requests
+# says: also where no step takes all of them
+# - offered = max_num_seqs * num_steps
+# + offered = min(max_num_seqs, len(output_lens)) * num_steps
+
+# %% ex-2-5 right: numbers of 32 bits
+# - return offered - useful, useful / offered, useful / (num_steps * seconds_per_step)
+# + import numpy as np
+# +
+# +     rate = useful / (num_steps * seconds_per_step)
+# +     return np.array([offered - useful, useful / offered, rate], dtype=np.float32)
