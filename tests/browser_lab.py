@@ -38,7 +38,7 @@ def course(tmp_path_factory):
     folder = tmp_path_factory.mktemp("course")
     for name in ("00_welcome", "03_fragmentation", "05_paged_attention"):
         shutil.copy(ROOT / "notebooks" / f"{name}.ipynb", folder)
-    cells = ["import minikv.viz as viz", "viz.fragmentation_lab()"]
+    cells = ["from minikv import experiments, viz", "viz.fragmentation_lab(experiments.lab_run)"]
     notebook = nbformat.v4.new_notebook(metadata=NOTEBOOK_METADATA | {"minikv": {}})
     notebook.cells = [nbformat.v4.new_code_cell(source) for source in cells]
     (folder / "lab.ipynb").write_bytes(to_bytes(notebook))

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from minikv.model import detokenizer as module
-from minikv.model.detokenizer import IncrementalDetokenizer
+from minikv.engine import detokenizer as module
+from minikv.engine.detokenizer import IncrementalDetokenizer
 from minikv.model.loader import load
 from minikv.model.tiny import tiny_tokenizer
 

@@ -68,7 +68,8 @@ def state(llm):
     return copy.copy(
         (
             dict(m.tables), dict(m.requests), m.num_free_blocks, list(s.waiting), list(s.running),
-            dict(llm._jobs), dict(llm._samples), dict(llm._held), len(llm.metrics.steps),
+            dict(llm._desk.jobs), dict(llm._desk.samples), dict(llm._desk.held),
+            len(llm.metrics.steps),
             [float(pool.abs().sum()) for pool in llm.runner.pools],
         )
     )  # fmt: skip
@@ -81,8 +82,8 @@ def assert_empty(llm):
     assert llm.manager.num_free_blocks == llm.manager.num_blocks
     assert not llm.scheduler.has_unfinished_requests
     assert not llm.has_unfinished_requests()
-    assert not llm._jobs
-    assert not llm._samples
+    assert not llm._desk.jobs
+    assert not llm._desk.samples
 
 
 def prompts_of(*lengths, seed=0):
@@ -652,7 +653,7 @@ def test_an_interrupted_generate_leaves_nothing_and_the_engine_goes_on(tiny, kin
         llm.add_request("Hello", SamplingParams(max_tokens=8), "mine")
         with pytest.raises(KeyboardInterrupt):
             generate(llm, ["World", "Hello"], SamplingParams(max_tokens=30, n=2, temperature=1.0))
-        assert set(llm._jobs) | set(llm._held) == {"mine"}
+        assert set(llm._desk.jobs) | set(llm._desk.held) == {"mine"}
         assert drain(llm)["mine"].outputs[0].token_ids == expected
         assert_empty(llm)
         assert tokens(llm, "Hello", max_tokens=8) == expected

@@ -29,8 +29,8 @@ from minikv.experiments import (
 from minikv.experiments.fig13 import CautiousPagedManager
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.kv_cache.extents import FITS
+from minikv.observe.refusals import Refusal, RefusalRecorder, with_much_free
 from minikv.request import Request
-from minikv.simulator.refusals import Refusal, RefusalRecorder, with_much_free
 from minikv.workloads import Poisson, RequestClass, Uniform, Workload, shared_header, sharegpt
 
 SHORT_S = 300.0

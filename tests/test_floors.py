@@ -30,6 +30,7 @@ FLOORS = {
     "model": 5,
     "engine": 6,
     "machine": 6,
+    "observe": 6,
     "viz": 7,
     "experiments": 7,
     "classroom": 8,
@@ -38,6 +39,7 @@ FLOORS = {
     "__main__": 10,
 }
 WITHOUT_TORCH = [part for part, floor in FLOORS.items() if floor <= 5 and part != "model"]
+WITHOUT_TORCH += ["observe", "viz", "experiments"]
 STDLIB_ONLY = ["minikv", "minikv.__main__", "minikv.commands.lab", "minikv.commands.test"]
 STDLIB_ONLY += ["minikv.commands.fresh"]
 
@@ -180,10 +182,34 @@ def test_the_way_in_needs_only_the_standard_library():
 
 
 def test_all_names_are_lazy_and_real():
-    """Each name can be looked up, once its home is built; looking does not import the others."""
     for name, home in minikv._HOMES.items():
-        if (ROOT / Path(*home.split("."))).with_suffix(".py").exists() and home != "minikv.engine":
-            assert getattr(minikv, name) is getattr(importlib.import_module(home), name)
+        assert getattr(minikv, name) is getattr(importlib.import_module(home), name)
     assert set(minikv._HOMES) <= set(dir(minikv))
     with pytest.raises(AttributeError, match=r"minikv has no attribute 'LMM'; it offers .*LLM"):
         minikv.LMM  # noqa: B018
+
+
+def loaded_after(part):
+    """All modules that are there once every module of this part has been imported."""
+    code = (
+        "import sys, importlib\n"
+        f"for name in {modules_in(part)!r}: importlib.import_module(name)\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_what_is_observed_needs_no_figure():
+    assert "minikv.observe.memory" in (loaded := loaded_after("observe"))
+    assert not {"matplotlib", "minikv.viz"} & loaded
+
+
+def test_figures_are_drawn_without_whatever_serves_requests():
+    """Not even indirectly: a figure is a function of plain data."""
+    assert "minikv.viz.lab" in (loaded := loaded_after("viz"))
+    serving = {"simulator", "engine", "model", "scheduler", "static_batching", "core"}
+    assert not {f"minikv.{part}" for part in serving | {"experiments"}} & loaded

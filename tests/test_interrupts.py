@@ -179,7 +179,7 @@ def test_an_exception_at_many_more_points(name, kind):
 
 # -- the same with tensors, jobs and streams ----------------------------------------------------
 
-WITH_JOBS = (*ACCOUNTING, "minikv/engine.py", "minikv/model/job.py")
+WITH_JOBS = (*ACCOUNTING, "minikv/engine/llm.py", "minikv/engine/desk.py", "minikv/engine/job.py")
 LLM_MANAGERS = {
     "paged": lambda: PagedKVCacheManager(10, 4),
     "grow": lambda: ContiguousKVCacheManager(40, 1, max_model_len=40, reserve="grow"),
@@ -229,7 +229,7 @@ class Session:
         llm = self.llm
         for name, (prompt, params) in zip("abc", THREE, strict=True):
             if self.attempt(llm.add_request, prompt, params, name) is None:  # then it is not in
-                assert not llm._is_taken(name)
+                assert not llm._desk.is_taken(name)
                 llm.add_request(prompt, params, name)
         llm.add_request([3] * 5, SamplingParams(max_tokens=9, n=2), "gone")
         self.step()
@@ -252,9 +252,9 @@ class Session:
         llm = self.llm
         assert not llm.has_unfinished_requests()
         assert not llm.manager.tables and llm.manager.num_free_blocks == llm.manager.num_blocks
-        assert not llm.scheduler.requests and not llm._jobs and not llm._held
+        assert not llm.scheduler.requests and not llm._desk.jobs and not llm._desk.held
         for name in ("a", "a.1", "b", "c", "gone", "gone.1"):
-            assert not llm._is_taken(name)
+            assert not llm._desk.is_taken(name)
         assert all(self.told[name].finished for name in "abc")
 
 
@@ -263,7 +263,7 @@ def session(tiny, name, batching, cutter, right):
     if isinstance(cutter, AtCall):
         llm = done.llm
         cutter.watch([llm.scheduler, llm.manager, llm.core, llm.runner, llm.metrics])
-        cutter.watch([llm], "_")  # who is told that step() has returned has its outputs
+        cutter.watch([llm._desk])  # who is told that step() has returned has its outputs
     what = f"{name}, {batching}, {type(cutter).__name__} {cutter.at}"
     try:
         assert done.run() == right
@@ -603,7 +603,7 @@ def test_an_abort_that_is_cut_short_leaves_no_ghost(tiny, monkeypatch, name, at,
 
 @pytest.mark.parametrize("k", range(1, 7))
 def test_a_finished_output_is_told_of_though_a_snapshot_is_cut_short(monkeypatch, k):
-    from minikv.model.job import Job
+    from minikv.engine.job import Job
 
     llm = LLM("tiny", num_gpu_blocks_override=64)
     params = SamplingParams(max_tokens=2, ignore_eos=True)

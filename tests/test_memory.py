@@ -91,7 +91,7 @@ def test_the_share_reaches_the_pool(monkeypatch):
         seen.append((device.type, block_size, utilization))
         return 5
 
-    monkeypatch.setattr("minikv.engine.default_num_blocks", default_num_blocks)
+    monkeypatch.setattr("minikv.engine.assemble.default_num_blocks", default_num_blocks)
     tiny = load("tiny", dtype="float32", device="cpu")
     assert LLM(tiny, gpu_memory_utilization=0.37, block_size=8).manager.num_blocks == 5
     assert LLM(tiny, max_num_seqs=1, max_model_len=40).manager.num_blocks == 3

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import pytest
 
 from minikv import __main__, machine
@@ -350,6 +352,40 @@ def test_pytest_takes_the_short_tests_unless_asked():
     assert test.pytest_command("python", True, [])[-2:] == ["-m", "long"]
 
 
+MEET = """
+import pathlib, time, pytest
+@pytest.mark.parametrize("me, other", ["ab", "ba"])
+def test_meets_the_other(me, other):
+    pathlib.Path(me).touch()
+    for _ in range(1_000):
+        if pathlib.Path(other).exists():
+            return
+        time.sleep(0.05)
+    pytest.fail("the other runs on this worker")
+"""
+
+
+def test_quick_modules_run_first():
+    assert all((PACKAGE.parent / "tests" / name).exists() for name in conftest.SLOW)
+    names = [conftest.SLOW[1], "test_zz.py", conftest.SLOW[0], "test_aa.py", conftest.SLOW[0]]
+    items = [SimpleNamespace(path=Path("tests", name), at=i) for i, name in enumerate(names)]
+    conftest.pytest_collection_modifyitems(items)
+    assert [item.at for item in items] == [1, 3, 2, 4, 0]
+
+
+def test_slow_tests_of_one_module_run_on_both_workers(tmp_path):
+    """And the slowest are printed. Without the scheduler of conftest, the two never meet."""
+    shutil.copy(PACKAGE.parent / "tests" / "conftest.py", tmp_path)
+    (tmp_path / conftest.SLOW[0]).write_text(MEET)
+    (tmp_path / "test_aa.py").write_text("import time\ndef test_later(): time.sleep(1.1)\n")
+    plugins = ["-p", "xdist", "-p", "no:cacheprovider"]
+    command = test.pytest_command(sys.executable, False, [*plugins, "."])
+    environ = dict(os.environ, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+    assert "slowest 10 durations" in done.stdout and "test_aa.py::test_later" in done.stdout
+
+
 def test_a_command_is_handed_to_the_environment(course, monkeypatch, capsys):
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
     calls = []
@@ -410,8 +446,12 @@ def test_fresh_runs_both_commands_in_a_copy_and_stops_at_the_first_that_fails(
     monkeypatch.setattr(fresh, "run", run)
     monkeypatch.setattr(fresh.shutil, "which", lambda name: None)  # no make, as on Windows
     monkeypatch.setattr(fresh.Path, "home", lambda: tmp_path)
-    assert fresh.main([]) == 3
+    assert fresh.main(["--long"]) == 3
     assert ran == [(["lab", "--check"], ["README.md"], []), (["minikv", "test"], ["README.md"], [])]
+    statuses[:] = [0, 0, 0]
+    for argv, last in (([], ["minikv", "test"]), (["--long"], ["test", "--long"])):
+        ran.clear()
+        assert fresh.main(argv) == 0 and ran[-1][0] == last
 
 
 # --- the doctor --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from minikv.engine import LLM
-from minikv.model.job import Sample, eos_token_ids
+from minikv.engine.job import Sample, eos_token_ids
 from minikv.model.loader import Loaded, load
 from minikv.model.tiny import EOS, tiny_tokenizer
 from minikv.request import Request, SamplingParams
@@ -55,7 +55,7 @@ def assert_empty(llm):
     assert not llm.manager.tables
     assert not llm.scheduler.has_unfinished_requests
     assert not llm.has_unfinished_requests()
-    assert not (llm._jobs or llm._samples or llm._held or llm._driven)
+    assert not (llm._desk.jobs or llm._desk.samples or llm._desk.held)
 
 
 # -- where an answer ends -----------------------------------------------------------------------

@@ -11,14 +11,20 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Patch
 
 from minikv.engine import LLM
+from minikv.experiments.first_light import QUESTIONS
+from minikv.observe import house
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, PoolSnapshot, slots_of, snapshot
 from minikv.request import SamplingParams
-from minikv.viz import house, players, pool, style
-from minikv.viz.first_light import QUESTIONS, first_light
+from minikv.viz import players, pool, states, style
+from minikv.viz.first_light import first_light
 
 ROOT = Path(__file__).resolve().parents[1]
-STATES = (pool.LIVE, pool.RESERVED, pool.INTERNAL, pool.FREE)
+COLOURS = style.COLOURS
+STATES = (LIVE, RESERVED, INTERNAL, FREE)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,7 @@ def run():
     snapshots, reports, tables = [], [], []
     while llm.has_unfinished_requests():
         llm.step()
-        snapshots.append(pool.snapshot(llm))
+        snapshots.append(snapshot(llm))
         reports.append(llm.memory_report())
         tables.append({name: list(table) for name, table in llm.manager.tables.items()})
     return snapshots, reports, tables
@@ -38,7 +44,7 @@ def run():
 
 def test_a_snapshot_agrees_with_the_managers_own_report(run):
     for snap, report, tables in zip(*run, strict=True):
-        slots = pool.slots_of(snap)
+        slots = slots_of(snap)
         assert [slots.count(state) for state in STATES] == [
             report.live,
             report.reserved,
@@ -54,19 +60,19 @@ def test_a_snapshot_does_not_change_with_the_engine():
     llm = LLM("tiny", kv_cache_manager="contiguous", max_model_len=48, num_gpu_blocks_override=9)
     llm.add_request([1, 2, 3], SamplingParams(4, ignore_eos=True), "a")
     llm.step()
-    snap = pool.snapshot(llm)
-    before = pool.slots_of(snap)
+    snap = snapshot(llm)
+    before = slots_of(snap)
     while llm.has_unfinished_requests():
         llm.step()
-    assert pool.slots_of(snap) == before and before.count(pool.LIVE, "a") == 3
+    assert slots_of(snap) == before and before.count(LIVE, "a") == 3
 
 
 def test_every_figure_returns_what_it_drew(run):
     snapshots, reports, _ = run
     _, slots = pool.pool_map(snapshots[0])
-    assert slots == pool.slots_of(snapshots[0]) and slots.requests == ["a", "b", "c"]
+    assert slots == slots_of(snapshots[0]) and slots.requests == ["a", "b", "c"]
     _, rows = pool.pool_over_steps(snapshots)
-    assert [row.count(pool.LIVE) for row in rows] == [report.live for report in reports]
+    assert [row.count(LIVE) for row in rows] == [report.live for report in reports]
     _, panels = pool.pool_at_steps(snapshots, count=4)
     assert len(panels) == 4 and (panels[0], panels[-1]) == (rows[0], rows[-1])
 
@@ -78,7 +84,7 @@ def test_the_drawn_rectangles_are_the_data(run):
     area = dict.fromkeys(STATES, 0)
     for patch in card.axes[0].patches[1:]:  # the first is the white pool
         hatch = patch.get_hatch() or ""
-        state = pool.RESERVED if "/" in hatch else pool.INTERNAL if "." in hatch else pool.LIVE
+        state = RESERVED if "/" in hatch else INTERNAL if "." in hatch else LIVE
         area[state] += round(patch.get_width() * patch.get_height())
     for state in STATES[:3]:
         assert area[state] == sum(row.count(state) for row in rows)
@@ -97,7 +103,7 @@ def test_steps_are_labelled_from_the_first_and_an_empty_pool_is_named(run):
 
 
 def test_scattered_and_shared_blocks_are_drawn_where_they_are():
-    snap = pool.PoolSnapshot(
+    snap = PoolSnapshot(
         step=3,
         num_blocks=6,
         block_size=2,
@@ -132,7 +138,7 @@ def test_first_light_takes_any_answers(run):
         for snap in snapshots
     ]
     card, rows = first_light(renamed)
-    assert rows == [pool.slots_of(snap) for snap in renamed] and card.png()
+    assert rows == [slots_of(snap) for snap in renamed] and card.png()
 
 
 # --- the look ----------------------------------------------------------------------------------
@@ -146,11 +152,26 @@ def test_colours_stay_apart_in_greyscale():
 
 
 def test_states_differ_in_lightness_or_hatch():
-    for colour in style.COLOURS:
-        fills = [pool.fill(state, colour) for state in STATES]
-        for a, b in itertools.combinations(fills, 2):
+    # another request's slots are grey: they stand beside pale ones only
+    own = [state for state in states.LOOKS if state != states.OTHER]
+    solid = [(c, {s: states.fill(s, c) for s in own}) for c in COLOURS]
+    pale = [(c, {s: states.fill(s, c, pale=True) for s in states.LOOKS}) for c in COLOURS[:2]]
+    for colour, fills in solid + pale:
+        for a, b in itertools.combinations(fills.values(), 2):
             lightness = abs(style.lightness(a["facecolor"]) - style.lightness(b["facecolor"]))
-            assert a.get("hatch") != b.get("hatch") or lightness >= 10
+            assert a.get("hatch") != b.get("hatch") or lightness >= 8, (colour, a, b)
+
+
+def test_a_legend_has_the_states_that_it_is_given_in_their_own_words():
+    card, _ = style.figure()
+    states.legend(card, {FREE, LIVE, states.OTHER}, COLOURS, [(Patch(), "more")])
+    [legend] = card.legends
+    words = [text.get_text() for text in legend.get_texts()]
+    looks = states.LOOKS
+    assert words == [looks[LIVE].words, looks[states.OTHER].words, "free", "more"]
+    swatches = [to_hex(patch.get_facecolor()) for patch in legend.get_patches()]
+    assert swatches.count(states.OTHER_FACE) == 1  # whatever colours the requests have
+    assert len({look.words for look in looks.values()}) == len(looks)
 
 
 def test_text_reads_on_what_it_stands_on():

@@ -10,8 +10,9 @@ from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.model.backends import AttentionMetadata
 from minikv.model.kernels.gather import query_groups
 from minikv.model.kernels.online import OnlineSoftmax
+from minikv.observe import PoolSnapshot
 from minikv.request import Request
-from minikv.viz import gathered, pool, softmax, style
+from minikv.viz import gathered, softmax, style
 
 HIDDEN = -math.inf
 
@@ -31,7 +32,7 @@ def decoding(lengths, block_size, num_blocks=30):
 def snapshot_of(manager):
     tables = {name: tuple(table) for name, table in manager.tables.items()}
     live = {name: manager.requests[name].num_computed_tokens for name in tables}
-    return pool.PoolSnapshot(3, manager.num_blocks, manager.block_size, tables, live, live)
+    return PoolSnapshot(3, manager.num_blocks, manager.block_size, tables, live, live)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])

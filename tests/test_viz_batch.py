@@ -14,12 +14,14 @@ import pytest
 from minikv.core import EngineCore
 from minikv.kv_cache.base import KVCacheManager, MemoryReport
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.observe import PoolSnapshot, record, rows_of, snapshot, steps
+from minikv.observe.tokens import Row
 from minikv.request import Request
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
 from minikv.static_batching import StaticScheduler
-from minikv.viz import batch, gantt, pool, style
+from minikv.viz import batch, gantt, states, style
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUTS = {"a": 3, "b": 6, "$c": 1, "d": 4, "e": 2}  # $ must not start mathematics
@@ -43,8 +45,8 @@ def static(num_steps, lengths=(7, 4), answers=(3, 6)):
 
 
 def drawn_of(scheduler, **options):
-    snap = pool.snapshot(scheduler, 1)
-    return snap, *batch.batch_memory(snap, batch.rows_of(scheduler, str), **options)
+    snap = snapshot(scheduler, 1)
+    return snap, *batch.batch_memory(snap, rows_of(scheduler, str), **options)
 
 
 def simulated(scheduler_class, num_places=2, report_every=0):
@@ -52,7 +54,7 @@ def simulated(scheduler_class, num_places=2, report_every=0):
     scheduler = scheduler_class(manager, max_num_seqs=num_places)
     step_time = StepTime(MODELS["SmolLM2-135M"], GPUS["H100 SXM"])
     run = Simulation(scheduler, step_time, report_every=report_every)
-    recorder = gantt.record(run.core)
+    recorder = record(run.core)
     prompts = enumerate(OUTPUTS.items(), 2)
     run.run([Request(n, num_prompt_tokens=i, max_tokens=out) for i, (n, out) in prompts])
     return run, recorder
@@ -83,15 +85,15 @@ def test_the_states_are_the_managers_own_report(num_steps):
     for other in [name for name in scheduler.manager.tables if name.startswith("o")]:
         scheduler.manager.free(scheduler.manager.requests[other])
     report = scheduler.manager.report()
-    counts = {kind: drawn.states.count(kind) for kind in batch.MEANING}
-    assert (counts["token"], counts["reserved"]) == (report.live, report.reserved)
+    counts = {state: drawn.states.count(state) for state in states.LOOKS}
+    assert (counts["live"], counts["reserved"]) == (report.live, report.reserved)
     assert counts["pad"] + counts["internal"] == report.internal
     assert counts["other"] == 3 * 12 and counts["free"] == report.free - 3 * 12
 
 
 def test_pads_stand_before_the_prompt_and_after_the_end():
     scheduler = static(5)
-    rows = batch.rows_of(scheduler, str)
+    rows = rows_of(scheduler, str)
     # 7 prompt tokens and 2 of the answer: the third was sampled and is never fed.
     assert rows["a"].pads == (False,) * 9 + (True,) * 2
     assert rows["a"].labels[6:] == ("7", "90", "91", "<pad>", "<pad>")
@@ -146,10 +148,10 @@ def test_the_links_of_a_slab_do_not_cross():
 def test_any_tables_can_be_drawn_scattered_ones_too():
     tables = {"a": (14, 3), "b": (8,), "o": (0, 13)}
     live = {"a": 7, "b": 4, "o": 8}
-    snap = pool.PoolSnapshot(1, 24, 4, tables, live, live)
+    snap = PoolSnapshot(1, 24, 4, tables, live, live)
     labels = {"a": tuple("abcdefg"), "b": tuple("wxyz")}
     rows = {
-        name: batch.Row(text, (False,) * len(text), tuple(range(len(text))), len(text))
+        name: Row(text, (False,) * len(text), tuple(range(len(text))), len(text))
         for name, text in labels.items()
     }
     card, drawn = batch.batch_memory(snap, rows, slots_per_line=12)
@@ -162,16 +164,8 @@ def test_any_tables_can_be_drawn_scattered_ones_too():
 def test_without_a_row_there_is_nothing_to_draw():
     manager = KVCacheManager(4, 4)
     with pytest.raises(ValueError, match="no row to draw"):
-        batch.batch_memory(pool.PoolSnapshot(0, 4, 4, {}, {}, {}), {})
+        batch.batch_memory(PoolSnapshot(0, 4, 4, {}, {}, {}), {})
     assert manager.tables == {}
-
-
-def test_kinds_differ_in_greyscale_or_by_hatch():
-    for of in style.COLOURS[:2]:
-        looks = [batch._look(kind, of) for kind in batch.MEANING]
-        for a, b in itertools.combinations(looks, 2):
-            apart = abs(style.lightness(a["facecolor"]) - style.lightness(b["facecolor"]))
-            assert a.get("hatch") != b.get("hatch") or apart >= 8
 
 
 def test_the_hover_picture_is_one_svg_whose_rules_name_what_it_holds():
@@ -227,7 +221,7 @@ def test_a_recorder_sees_every_step_and_changes_none():
 @pytest.mark.parametrize("scheduler_class", [Scheduler, StaticScheduler])
 def test_lanes_hold_each_request_in_one_place_for_as_long_as_it_ran(scheduler_class):
     run, recorder = simulated(scheduler_class)
-    lanes = gantt.lanes_of(recorder.steps, 2)
+    lanes = steps.lanes_of(recorder.steps, 2)
     for request in run.requests:
         name = request.request_id
         found = [
@@ -238,10 +232,10 @@ def test_lanes_hold_each_request_in_one_place_for_as_long_as_it_ran(scheduler_cl
         ]
         assert len({place for place, _, _ in found}) == 1
         [(first, last)] = request.token_runs
-        useful = [step for _, step, kind in found if kind != gantt.FINISHED]
+        useful = [step for _, step, kind in found if kind != steps.FINISHED]
         assert useful == list(range(first, last + 1)) and len(useful) == OUTPUTS[name]
-        assert found[0][2] == gantt.PROMPT
-    assert lanes.count(gantt.PROMPT) + lanes.count(gantt.DECODE) == sum(OUTPUTS.values())
+        assert found[0][2] == steps.PROMPT
+    assert lanes.count(steps.PROMPT) + lanes.count(steps.DECODE) == sum(OUTPUTS.values())
     assert lanes.utilisation == pytest.approx(sum(OUTPUTS.values()) / (2 * lanes.num_steps))
 
 
@@ -249,7 +243,7 @@ def test_static_batches_waste_rows_and_iteration_level_ones_none():
     _, static_run = simulated(StaticScheduler)
     _, run = simulated(Scheduler)
     assert len(static_run.steps) == 6 + 4 + 2
-    assert gantt.lanes_of(static_run.steps, 2).count(gantt.FINISHED) == 3 + 3
+    assert steps.lanes_of(static_run.steps, 2).count(steps.FINISHED) == 3 + 3
     # Prompts of 2 and 3, of 4 and 5, of 6: one pad in each of the first two batches.
     pads = [e.num_tokens - e.num_useful for s in static_run.steps for e in s if e.kind == "prompt"]
     assert sum(pads) == 2
@@ -261,7 +255,7 @@ def test_the_chart_is_drawn_as_its_data_says():
     card, data = gantt.gantt(runs, 2)
     for ax, run in zip(card.axes, data.values(), strict=True):
         hatched = [p for p in ax.patches if p.get_hatch() and "x" in p.get_hatch()]
-        assert round(sum(p.get_width() for p in hatched)) == run.count(gantt.FINISHED)
+        assert round(sum(p.get_width() for p in hatched)) == run.count(steps.FINISHED)
         assert f"{run.num_steps} steps" in ax.get_title(loc="left")
     kinds = [gantt._look(kind, style.colour(0)) for kind in gantt.KINDS]
     assert len({kind.get("hatch") for kind in kinds}) == len(kinds)
@@ -316,7 +310,7 @@ def test_record_works_on_any_core():
             return 0.0
 
     core = EngineCore(Scheduler(ContiguousKVCacheManager(8, 4, max_model_len=16)), Fake(), Clock())
-    recorder = gantt.record(core)
+    recorder = record(core)
     core.scheduler.add(Request("r", num_prompt_tokens=5, max_tokens=2))
     core.step()
     core.step()

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from minikv.kv_cache.paged import PagedKVCacheManager
+from minikv.observe import MemoryRecorder, labels_of, rows_of, snapshot, translate
 from minikv.request import Request
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
-from minikv.viz import board, pool, style, tables
+from minikv.viz import batch, board, gathered, maps, pool, states, strips, style, tables
 
 LABELS = {name: tuple(f"{name}{i}" for i in range(30)) for name in ("a", "$b")}
 
@@ -26,22 +27,22 @@ def scattered(block_size=4, num_steps=5):
 
 
 def known(core):
-    return {name: of for name, of in tables.labels_of(core, str).items() if name != "x"}
+    return {name: of for name, of in labels_of(core, str).items() if name != "x"}
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_a_position_is_translated_as_the_contract_says(block_size):
     core = scattered(block_size)
-    snap = pool.snapshot(core)
+    snap = snapshot(core)
     for name, table in core.manager.tables.items():
-        seen = [tables.translate(snap, name, p) for p in range(len(table) * block_size)]
+        seen = [translate(snap, name, p) for p in range(len(table) * block_size)]
         for p, found in enumerate(seen):
             assert found.block_id == table[p // block_size] and found.position == p
             assert (found.logical_block, found.offset) == (p // block_size, p % block_size)
             assert found.slot == table[p // block_size] * block_size + p % block_size
         for p in (-1, len(table) * block_size):
             with pytest.raises(ValueError, match=f"position {p} .* has no slot"):
-                tables.translate(snap, name, p)
+                translate(snap, name, p)
 
 
 @pytest.mark.parametrize("num_steps", range(1, 9))
@@ -49,7 +50,7 @@ def test_an_arrow_leads_from_every_entry_to_its_block_and_no_other(num_steps, mo
     ends, curve = [], tables.curve
     monkeypatch.setattr(tables, "curve", lambda *way: ends.append(way[1:3]) or curve(*way))
     core = scattered(num_steps=num_steps)
-    snap = pool.snapshot(core)
+    snap = snapshot(core)
     card, arrows = tables.block_table_map(snap, known(core))
     for name in ("a", "$b"):
         own = [arrow for arrow in arrows if arrow.request_id == name]
@@ -72,7 +73,7 @@ def texts(card):
 
 def test_a_sampled_token_without_a_block_is_drawn_outside_of_all_blocks():
     core = scattered(num_steps=2)  # a: 4 tokens computed, the fifth sampled
-    snap, labels = pool.snapshot(core), tables.labels_of(core, lambda t: f"t{t}")
+    snap, labels = snapshot(core), labels_of(core, lambda t: f"t{t}")
     assert (snap.num_live["a"], len(labels["a"]), len(snap.tables["a"])) == (4, 5, 1)
     card, arrows = tables.block_table_map(snap, {"a": labels["a"]})
     assert len(arrows) == 1 and texts(card).count("none") == 1
@@ -82,7 +83,7 @@ def test_a_sampled_token_without_a_block_is_drawn_outside_of_all_blocks():
 
 def test_a_sampled_token_whose_block_is_there_is_not_drawn_in_the_pool():
     core = scattered(num_steps=1)  # a: 3 tokens computed, the fourth sampled, one block of 4
-    snap, labels = pool.snapshot(core), tables.labels_of(core, lambda t: f"t{t}")
+    snap, labels = snapshot(core), labels_of(core, lambda t: f"t{t}")
     assert (snap.num_live["a"], len(labels["a"]), len(snap.tables["a"])) == (3, 4, 1)
     card, _ = tables.block_table_map(snap, {"a": ("p", "q", "r", "sampled")})
     shown = ["sampled" if t.startswith("sampl") else t for t in texts(card)]
@@ -90,7 +91,7 @@ def test_a_sampled_token_whose_block_is_there_is_not_drawn_in_the_pool():
 
 
 def test_a_map_without_requests_or_of_unknown_ones_is_refused():
-    snap = pool.snapshot(scattered())
+    snap = snapshot(scattered())
     with pytest.raises(ValueError, match="no table to draw"):
         tables.block_table_map(snap, {})
     with pytest.raises(ValueError, match="'z' holds no table; held: a, x"):
@@ -100,13 +101,13 @@ def test_a_map_without_requests_or_of_unknown_ones_is_refused():
 @pytest.mark.parametrize("position", range(8))
 def test_the_board_shows_the_slots_of_all_tokens_up_to_its_own(position):
     core = scattered(num_steps=6)
-    snap, labels = pool.snapshot(core), known(core)
+    snap, labels = snapshot(core), known(core)
     card, found = board.translation(snap, "a", labels["a"], position)
-    assert found == tables.translate(snap, "a", position)
+    assert found == translate(snap, "a", position)
     count = max(len(labels["a"]), len(snap.tables["a"]) * 4)
     shown = [t for t in card.axes[0].texts if abs(t.get_position()[1] - 0.62) < 1e-6]
     slots = [int(t.get_text()) for t in shown if t.get_text() != "slot"]
-    assert slots == [tables.translate(snap, "a", p).slot for p in range(position + 1)]
+    assert slots == [translate(snap, "a", p).slot for p in range(position + 1)]
     assert str(count - 1) in texts(card) and f"slot is {found.slot}." in card.alt
     assert any(f"= {found.slot}" in text for text in texts(card))
     tip = [a.xy for a in card.axes[0].texts if hasattr(a, "arrow_patch") and a.arrow_patch][-1]
@@ -119,7 +120,7 @@ def test_the_board_shows_the_slots_of_all_tokens_up_to_its_own(position):
 
 def test_the_legend_of_the_board_names_the_black_slot_and_the_dashed_token():
     core = scattered(num_steps=6)
-    snap, labels = pool.snapshot(core), known(core)["a"]
+    snap, labels = snapshot(core), known(core)["a"]
     for shown, dashed in ((labels, True), (labels[: snap.num_live["a"]], False)):
         card, _ = board.translation(snap, "a", shown, 2)
         words = [text.get_text() for text in card.legends[0].get_texts()]
@@ -127,14 +128,14 @@ def test_the_legend_of_the_board_names_the_black_slot_and_the_dashed_token():
 
 
 def test_the_board_refuses_a_token_that_has_no_slot():
-    snap = pool.snapshot(scattered(num_steps=2))
+    snap = snapshot(scattered(num_steps=2))
     with pytest.raises(ValueError, match="position 4 of 'a' has no slot"):
         board.translation(snap, "a", LABELS["a"][:5], 4)
 
 
 def test_the_player_shows_every_token_by_its_position():
     core = scattered(num_steps=6)
-    snap, labels = pool.snapshot(core), known(core)
+    snap, labels = snapshot(core), known(core)
     of = board.translation_player(snap, "a", labels["a"])
     assert snap.num_live["a"] == 8 and of.labels == [f"token {i}" for i in range(8)]
     assert all(card.alt.startswith(f"{label.capitalize()} of") for label, card in of.frames)
@@ -147,11 +148,37 @@ def test_the_figures_read_in_greyscale_and_leave_no_trace(tmp_path):
 
     before = dict(matplotlib.rcParams)
     core = scattered()
-    card, _ = tables.block_table_map(pool.snapshot(core), known(core))
+    card, _ = tables.block_table_map(snapshot(core), known(core))
     card.save(tmp_path / "map.png", dpi=60)
     assert dict(matplotlib.rcParams) == before
     grey = np.asarray(Image.open(tmp_path / "map.png").convert("L"))
     assert len(np.unique(grey // 16)) > 5
-    light = [style.lightness(style.tint(style.colour(i), tables.LIVE_TINT)) for i in range(2)]
-    other = style.lightness(tables.OTHER_FACE)
+    light = [style.lightness(style.tint(style.colour(i), states.PALE)) for i in range(2)]
+    other = style.lightness(states.OTHER_FACE)
     assert abs(light[0] - light[1]) > 5 and min(light) - other > 8
+
+
+def test_all_figures_of_slots_say_the_same_words():
+    """So that what a reader learnt of one legend holds in the next."""
+    core = scattered()
+    snap, labels = snapshot(core), known(core)
+    recording = MemoryRecorder(core)
+    recording(core)
+    cards = [
+        tables.block_table_map(snap, labels)[0],
+        board.translation(snap, "a", labels["a"], 0)[0],
+        gathered.gather_map(snap, labels)[0],
+        pool.pool_map(snap)[0],
+        pool.token_map(snap, "a", labels["a"], 1)[0],
+        maps.memory_map(recording.moments[0])[0],
+        strips.memory_strip(recording.recording)[0],
+        batch.batch_memory(snap, rows_of(core, str))[0],
+    ]
+    said = {text.get_text() for card in cards for text in card.legends[0].get_texts()}
+    assert said - {look.words for look in states.LOOKS.values()} == {
+        "its slot",
+        "no K and V yet",
+        "held, but not written yet",
+        "live: a token of the prompt",
+        "live: a token of the answer",
+    }

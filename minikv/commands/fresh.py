@@ -54,12 +54,13 @@ def pip_cache(environ, user_home):
     return str(found[0]) if found else None
 
 
-def commands(python):
-    """The README's two, without a browser."""
+def commands(python, long=False):
+    """The README's two, without a browser; and the long tests if asked for."""
     if shutil.which("make"):
         make = ["make", f"PYTHON={python}"]
-        return [[*make, "lab", "ARGS=--check"], [*make, "test"]]
-    return [[python, "-m", "minikv", "lab", "--check"], [python, "-m", "minikv", "test"]]
+        return [[*make, "lab", "ARGS=--check"], [*make, "test"], [*make, "test-long"]][: 2 + long]
+    minikv = [python, "-m", "minikv"]
+    return [[*minikv, "lab", "--check"], [*minikv, "test"], [*minikv, "test", "--long"]][: 2 + long]
 
 
 def main(argv):
@@ -73,6 +74,7 @@ def main(argv):
         action="store_true",
         help="download everything (default: what pip has cached is used)",
     )
+    parser.add_argument("--long", action="store_true", help="run the long tests, too")
     options = parser.parse_args(argv)
 
     def steps():
@@ -88,7 +90,7 @@ def main(argv):
             cache = None if options.empty_pip_cache else pip_cache(os.environ, user_home)
             if cache:
                 environ.setdefault("PIP_CACHE_DIR", cache)
-            for command in commands(python):
+            for command in commands(python, options.long):
                 say(f"$ {' '.join(command)}")
                 status = run(command, folder=course, environ=environ)
                 if status:

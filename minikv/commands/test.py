@@ -23,5 +23,7 @@ def main(argv):
 
 
 def pytest_command(python, long, extra):
+    workers = ["-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"]  # see tests/conftest.py
+    slowest = ["--durations", "10", "--durations-min", "1"]
     marker = "long" if long else "not long"
-    return [python, "-m", "pytest", "-n", "2", "--dist", "loadscope", "-m", marker, *extra]
+    return [python, "-m", "pytest", *workers, *slowest, "-m", marker, *extra]

@@ -6,8 +6,8 @@ from statistics import median
 
 from minikv.experiments.paper import HOUR_S, NUM_SLOTS, mean, simulation_of
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.observe.refusals import Refusal, RefusalRecorder, with_much_free
 from minikv.simulator import Simulation, StepTime
-from minikv.simulator.refusals import Refusal, RefusalRecorder, with_much_free
 from minikv.specs import find_gpu, find_model
 from minikv.workloads import shared_header, sharegpt
 

@@ -1,38 +1,42 @@
 """The course's figures: pure functions from plain data to (figure, the data that it drew).
 
-None of them imports torch, touches matplotlib's global settings or keeps a figure open. A figure is
-a `Card` (style.py): it shows itself in a notebook, on its own light background and with alt text.
+What they draw is noted by `minikv.observe`, some of whose names are here, too. Nothing in this
+folder serves a request, imports torch, touches matplotlib's global settings or keeps a figure
+open. A figure is a `Card` (style.py): it shows itself in a notebook, on a light background and
+with alt text.
 """
 
+from minikv.observe import (
+    MemoryRecorder,
+    PoolSnapshot,
+    Slots,
+    enough_in_sum,
+    labels_of,
+    lines_of_minikv,
+    moment,
+    moment_of,
+    snapshot,
+    translate,
+)
 from minikv.viz.board import translation, translation_player
 from minikv.viz.fragmentation import free_extent_histogram, free_vs_largest
 from minikv.viz.gathered import gather_map, gathered_blocks
-from minikv.viz.house import lines_of_minikv
-from minikv.viz.lab import LabSettings, fragmentation_lab, lab_figure, lab_run
+from minikv.viz.lab import fragmentation_lab, lab_figure
 from minikv.viz.maps import memory_map, memory_maps
-from minikv.viz.memory import MemoryRecorder, moment, moment_of
 from minikv.viz.players import memory_player, pool_player
-from minikv.viz.pool import (
-    PoolSnapshot,
-    Slots,
-    pool_at_steps,
-    pool_map,
-    pool_over_steps,
-    snapshot,
-    token_map,
-)
+from minikv.viz.pool import pool_at_steps, pool_map, pool_over_steps, token_map
 from minikv.viz.softmax import online_softmax, softmax_at, softmax_player, softmax_states
 from minikv.viz.strips import memory_strip, memory_strips
 from minikv.viz.style import Card, figure
-from minikv.viz.tables import block_table_map, labels_of, translate
+from minikv.viz.tables import block_table_map
 
 __all__ = [
     "Card",
-    "LabSettings",
     "MemoryRecorder",
     "PoolSnapshot",
     "Slots",
     "block_table_map",
+    "enough_in_sum",
     "figure",
     "fragmentation_lab",
     "free_extent_histogram",
@@ -40,7 +44,6 @@ __all__ = [
     "gather_map",
     "gathered_blocks",
     "lab_figure",
-    "lab_run",
     "labels_of",
     "lines_of_minikv",
     "memory_map",

@@ -10,11 +10,13 @@ import itertools
 import re
 from typing import NamedTuple
 
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
-from minikv.viz.pool import FREE, INTERNAL, RESERVED, fill
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED
+from minikv.observe.tokens import PAD, cells_of
+from minikv.observe.tokens import rows_of as rows_of
+from minikv.viz.states import OTHER, OTHER_FACE, PALE, fill, legend
 from minikv.viz.style import (
     INK,
     MUTED,
@@ -29,84 +31,18 @@ from minikv.viz.style import (
     tint,
 )
 
-TOKEN, PAD, OTHER = "token", "pad", "other"
-MEANING = {
-    TOKEN: "K and V of a token",
-    PAD: "of padding: read by nobody",
-    RESERVED: "reserved",
-    INTERNAL: "internal",
-    OTHER: "another request's",
-    FREE: "free",
-}
-PAD_LABEL = "<pad>"
-OTHER_FACE = tint(MUTED, 0.7)
 LANE = 0.047  # inches between two lines
 _svg_numbers = itertools.count()
 
 
-class Row(NamedTuple):
-    """One request's computed tokens, in the order of its slots.
-
-    labels: what to write on each. pads: whether it is padding. positions: what the model is told;
-    None for padding. end: slots from this one on can never hold a token of the request.
-    """
-
-    labels: tuple
-    pads: tuple
-    positions: tuple
-    end: int
-
-
-class Cell(NamedTuple):
-    """A token of a row, and the slot that holds its keys and values."""
-
-    request_id: str
-    column: int
-    label: str
-    kind: str
-    slot: int
-
-
 class Drawn(NamedTuple):
-    """What the figure drew. cells: every cell of every row. states: of every slot of the pool,
-    one of MEANING."""
+    """What the figure drew. cells: every cell of every row. states: of every slot of the pool."""
 
     cells: tuple
     states: tuple
 
     def slots(self, request_id, kind=None) -> list[int]:
         return [c.slot for c in self.cells if c.request_id == request_id and kind in (None, c.kind)]
-
-
-def rows_of(engine, text) -> dict:
-    """{request_id: Row} of those requests with known tokens that hold a table, in the order of
-    their admission. text: token id -> label. engine: anything with .manager."""
-    rows = {}
-    for request_id, request in engine.manager.requests.items():
-        if request.token_ids is None:
-            continue
-        before, computed = request.num_pad_tokens, request.num_computed_tokens
-        own = range(before, before + request.num_live_tokens)
-        pads = tuple(i not in own for i in range(computed))
-        labels = tuple(
-            PAD_LABEL if pad else _short(text(token))
-            for pad, token in zip(pads, request.token_ids, strict=False)
-        )
-        positions = tuple(None if pad else i - before for i, pad in enumerate(pads))
-        end = before + request.max_live_tokens
-        rows[request_id] = Row(labels, pads, positions, end)
-    return rows
-
-
-def cells_of(snap, rows) -> list[Cell]:
-    """Every token of every row with its slot, through the tables of a PoolSnapshot."""
-    size, cells = snap.block_size, []
-    for request_id, row in rows.items():
-        table = snap.tables[request_id]
-        for column, (label, pad) in enumerate(zip(row.labels, row.pads, strict=True)):
-            slot = table[column // size] * size + column % size
-            cells.append(Cell(request_id, column, label, PAD if pad else TOKEN, slot))
-    return cells
 
 
 def batch_memory(snap, rows, *, slots_per_line=None, title="The pool, as it lies in memory"):
@@ -124,7 +60,7 @@ def batch_memory(snap, rows, *, slots_per_line=None, title="The pool, as it lies
     states, owners = _states(snap, rows, cells)
     drawn = Drawn(tuple(cells), tuple(states))
     plan = _Plan(rows, cells, len(states), per_line)
-    card, ax = figure(8.8, plan.height + 0.55, alt=_alt(snap, rows, drawn))
+    card, ax = figure(8.8, plan.height + 0.75, alt=_alt(snap, rows, drawn))
     colours = {name: colour(i) for i, name in enumerate(rows)}
     with look():
         _draw_memory(ax, plan, drawn, owners, colours, size)
@@ -136,7 +72,7 @@ def batch_memory(snap, rows, *, slots_per_line=None, title="The pool, as it lies
         ax.text(plan.memory_x, -0.05, title, **heading)
         ax.set(xlim=(0, plan.width), ylim=(plan.height, -0.3), xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
-        _legend(card, drawn, colours.values())
+        legend(card, {LIVE, PAD, *drawn.states}, colours.values(), pale=True)
     return card, drawn
 
 
@@ -222,15 +158,6 @@ def _states(snap, rows, cells):
 # --- the parts of the figure -------------------------------------------------------------------
 
 
-def _look(kind, of) -> dict:
-    looks = {
-        TOKEN: {"facecolor": tint(of, 0.42)},
-        PAD: {"facecolor": WHITE, "hatch": "xxxxx", "hatchcolor": tint(of, 0.6)},
-        OTHER: {"facecolor": OTHER_FACE},
-    }
-    return looks.get(kind) or fill(kind, of)
-
-
 def _draw_memory(ax, plan, drawn, owners, colours, block_size):
     x0, w, h = plan.memory_x, plan.slot_w, plan.slot_h
     for line, y in enumerate(plan.line_y):
@@ -238,7 +165,7 @@ def _draw_memory(ax, plan, drawn, owners, colours, block_size):
         last = min(first + plan.per_line, plan.num_slots)
         for slot in range(first, last):
             of = colours.get(owners.get(slot), MUTED)
-            style = _look(drawn.states[slot], of) | {"edgecolor": RULE, "linewidth": 0.5}
+            style = fill(drawn.states[slot], of, pale=True) | {"edgecolor": RULE, "linewidth": 0.5}
             ax.add_patch(Rectangle((x0 + w * (slot - first), y), w, h, **style))
         edge = {"facecolor": "none", "edgecolor": INK}
         for slot in range(first, last, block_size):
@@ -267,8 +194,8 @@ def _draw_rows(ax, plan, rows, colours):
     for name, row in rows.items():
         y = plan.row_y[name]
         for column, (label, pad, position) in enumerate(zip(*row[:3], strict=True)):
-            x, kind = plan.left + w * column, PAD if pad else TOKEN
-            style = _look(kind, colours[name]) | {"edgecolor": RULE, "linewidth": 0.6}
+            x, kind = plan.left + w * column, PAD if pad else LIVE
+            style = fill(kind, colours[name], pale=True) | {"edgecolor": RULE, "linewidth": 0.6}
             patch = Rectangle((x, y), w, h, **style)
             patch.set_gid(f"cell|{name}|{column}")  # as _gid
             ax.add_patch(patch)
@@ -291,25 +218,11 @@ def _draw_link(ax, plan, cell, of):
     line.set_gid(_gid("link", cell))
 
 
-def _legend(card, drawn, colours):
-    edge = {"edgecolor": INK, "linewidth": 0.6}
-    kinds = [kind for kind in MEANING if kind in (TOKEN, PAD) or kind in drawn.states]
-    handles = [
-        tuple(Patch(**_look(kind, of) | edge) for of in colours)
-        if kind in (TOKEN, PAD, RESERVED, INTERNAL)
-        else Patch(**_look(kind, MUTED) | edge)
-        for kind in kinds
-    ]
-    options = {"loc": "outside lower center", "ncols": 6, "columnspacing": 1.2}
-    handlers = {tuple: HandlerTuple(ndivide=None, pad=0.1)}
-    card.legend(handles, [MEANING[kind] for kind in kinds], handler_map=handlers, **options)
-
-
 def _label(ax, x, y, text, kind, of, width):
     inches = width * ax.figure.get_figwidth() / 10  # a unit of the plan's is a tenth of the figure
     shown = fitted(text, inches - 0.02)
     shown = "pad" if kind == PAD and shown != text else shown
-    face = WHITE if kind == PAD else tint(of, 0.42)
+    face = WHITE if kind == PAD else tint(of, PALE)
     halo = [withStroke(linewidth=2.2, foreground=WHITE)] if kind == PAD else []
     options = {"ha": "center", "va": "center", "parse_math": False, "path_effects": halo}
     ax.text(x, y, shown, fontsize=8, color=INK if kind == PAD else ink_on(face), **options)
@@ -317,11 +230,6 @@ def _label(ax, x, y, text, kind, of, width):
 
 def _gid(part, cell):
     return f"{part}|{cell.request_id}|{cell.column}"
-
-
-def _short(token):
-    text = token.replace("\n", "↵").strip(" ") or "␣"
-    return text if len(text) <= 8 else text[:7] + "…"
 
 
 def _alt(snap, rows, drawn):

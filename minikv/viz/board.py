@@ -5,21 +5,18 @@ Drawn from a PoolSnapshot's table and nothing else.
 
 from matplotlib.patches import Patch
 
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
+from minikv.observe.tokens import translate
 from minikv.viz.player import play
-from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
+from minikv.viz.states import OTHER, OTHER_FACE, PALE, legend
 from minikv.viz.style import INK, MUTED, WHITE, colour, figure, ink_on, look, tint
 from minikv.viz.tables import (
-    LIVE_TINT,
-    OTHER,
-    OTHER_FACE,
     ROW,
     WIDTH,
     cell,
     frame,
-    legend,
     outline,
     token,
-    translate,
     unwritten,
     write,
 )
@@ -43,7 +40,7 @@ def translation(snap, request_id, labels, position, *, title=None):
     per_line = _slots_per_line(snap)
     num_lines = -(-snap.num_blocks * snap.block_size // per_line)
     height = TOP + max(0.29 * len(table), (ROW + LINE_GAP) * num_lines - LINE_GAP) + 0.08
-    card, ax = figure(8, height + 0.7)
+    card, ax = figure(8, height + 0.9)
     with look():
         token_x = _draw_tokens(ax, snap, request_id, labels, found, of)
         row_in, row_out = _draw_table(ax, table, found, of)
@@ -65,7 +62,7 @@ def translation(snap, request_id, labels, position, *, title=None):
         more = [(Patch(facecolor=INK), "its slot")]
         if len(labels) > snap.num_live[request_id]:
             more.append((unwritten(), "no K and V yet"))
-        legend(card, states | ({FREE} & set(slots.states)), [of], more)
+        legend(card, states | ({FREE} & set(slots.states)), [of], more, pale=True)
     card.alt = (
         f"Token {p} of {request_id!r} is at offset {o} of logical block {b}; row {b} of the block "
         f"table names block {block_id}; its slot is {slot}."
@@ -131,7 +128,7 @@ def _draw_table(ax, table, found, of):
     write(ax, TABLE_X + 0.24, TOP - 0.14, "block table", MUTED, fontsize=8)
     for row, block_id in enumerate(table):
         y, here = TOP + 0.29 * row, row == found.logical_block
-        face = tint(of, LIVE_TINT) if here else WHITE
+        face = tint(of, PALE) if here else WHITE
         outline(ax, TABLE_X, y, 0.48, facecolor=face, linewidth=2.2 if here else 0.9)
         weight = "bold" if here else "normal"
         ink = ink_on(face) if here else INK

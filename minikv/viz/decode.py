@@ -7,6 +7,7 @@ from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from matplotlib.ticker import LogLocator, NullLocator
 
 from minikv.viz.player import play
+from minikv.viz.states import EDGE
 from minikv.viz.style import (
     CARD,
     INK,
@@ -179,12 +180,11 @@ def _draw_slab(ax, step):
 
 
 def _slab_handles():
-    edge = {"edgecolor": INK, "linewidth": 0.6}
     return [
-        Patch(label="K and V of the prompt", **FILLS[PROMPT], **edge),
-        Patch(label="K and V of decoded tokens", **FILLS[OLD], **edge),
-        Patch(label="written in this forward", **FILLS[NEW], **edge),
-        Patch(label="empty slot", **FILLS[EMPTY], **edge),
+        Patch(label="K and V of the prompt", **FILLS[PROMPT], **EDGE),
+        Patch(label="K and V of decoded tokens", **FILLS[OLD], **EDGE),
+        Patch(label="written in this forward", **FILLS[NEW], **EDGE),
+        Patch(label="empty slot", **FILLS[EMPTY], **EDGE),
     ]
 
 
@@ -227,8 +227,8 @@ def tokens_computed(num_prompt_tokens, num_new_tokens):
             _grid(ax, title, width, num_new_tokens, "position", "forward pass")
             ax.set_yticks([row + 0.5 for row in rows], [row + 1 for row in rows])
         handles = [
-            Patch(label="K and V computed", **FILLS[NEW], edgecolor=INK, linewidth=0.6),
-            Patch(label="read from the cache", **FILLS[PROMPT], edgecolor=INK, linewidth=0.6),
+            Patch(label="K and V computed", **FILLS[NEW], **EDGE),
+            Patch(label="read from the cache", **FILLS[PROMPT], **EDGE),
         ]
         card.legend(handles=handles, loc="outside lower center", ncols=2)
     return card, data
@@ -269,8 +269,8 @@ def attention_reads(num_prompt_tokens, num_new_tokens):
             ax.text(0.25, num_rows - 0.3, f"from {first} on: a pass for each row", color=INK,
                     fontsize=8, bbox=box)  # fmt: skip
         handles = [
-            Patch(label="key written in this pass", **FILLS[NEW], edgecolor=INK, linewidth=0.6),
-            Patch(label="key from the cache", **FILLS[PROMPT], edgecolor=INK, linewidth=0.6),
+            Patch(label="key written in this pass", **FILLS[NEW], **EDGE),
+            Patch(label="key from the cache", **FILLS[PROMPT], **EDGE),
         ]
         card.legend(handles=handles, loc="outside lower center", ncols=2)
     return card, data
@@ -290,7 +290,7 @@ def _grid(ax, title, width, height, xlabel, ylabel):
 # --- the life of a step ------------------------------------------------------------------------
 
 
-class Moment(NamedTuple):
+class Stage(NamedTuple):
     """Where a request stands after one stage of a step."""
 
     stage: str
@@ -311,12 +311,12 @@ STAGES = {
 COUNTERS = ("tokens", "computed", "slots")
 
 
-def moments(num_tokens, num_computed_tokens) -> list[Moment]:
+def stages(num_tokens, num_computed_tokens) -> list[Stage]:
     """A step's stages: both counters move only at its end, slots are written at once."""
     before, after = (num_tokens, num_computed_tokens), (num_tokens + 1, num_tokens)
     written = {"schedule": num_computed_tokens}
     return [
-        Moment(stage, *(after if stage == "append" else before), written.get(stage, num_tokens))
+        Stage(stage, *(after if stage == "append" else before), written.get(stage, num_tokens))
         for stage in STAGES
     ]
 
@@ -326,9 +326,9 @@ def life_cycle(steps):
     moved; at the first and the last all of them.
 
     steps: [(title, num_tokens, num_computed_tokens)] at their start, one row each. Returns
-    (figure, [the moments of each row]).
+    (figure, [the stages of each row]).
     """
-    data = [moments(*counters) for _, *counters in steps]
+    data = [stages(*counters) for _, *counters in steps]
     alt = " ".join(
         f"{title}: "
         + ", ".join(
@@ -347,7 +347,7 @@ def life_cycle(steps):
 
 def _draw_cycle(ax, title, row):
     gap, width = 2.0, 1.28
-    for index, (moment, (stage, text)) in enumerate(zip(row, STAGES.items(), strict=True)):
+    for index, (at, (stage, text)) in enumerate(zip(row, STAGES.items(), strict=True)):
         x, last = index * gap, index == len(row) - 1
         face = tint(colour(1), 0.45) if stage == "append" else tint(colour(0), 0.16)
         box = {"boxstyle": "round,pad=0.02,rounding_size=0.08", "edgecolor": INK, "facecolor": face}
@@ -358,7 +358,7 @@ def _draw_cycle(ax, title, row):
         start, end = x + width + 0.06, x + gap - 0.08
         ax.annotate("", xy=(end, 0.5), xytext=(start, 0.5), arrowprops=arrow)
         before = row[index - 1][1:] if index else None
-        for line, (name, count) in enumerate(zip(COUNTERS, moment[1:], strict=True)):
+        for line, (name, count) in enumerate(zip(COUNTERS, at[1:], strict=True)):
             moved = before is not None and before[line] != count
             if before is None or last or moved:  # in between, only what changes
                 style = {"fontweight": "bold", "color": INK} if moved else {"color": MUTED}

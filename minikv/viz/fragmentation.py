@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 from matplotlib.patches import Patch
 
-from minikv.viz.memory import Moment, enough_in_sum
+from minikv.observe.memory import Moment, enough_in_sum
 from minikv.viz.strips import time_axis
 from minikv.viz.style import INK, WHITE, colour, figure, look, tint
 
@@ -47,6 +47,7 @@ def free_vs_largest(
     start, end = moments[0].time_s, max(moments[-1].time_s, moments[0].time_s + 1e-9)
     means = f" (means over {window_s:,.3g} s)" if window_s else ""
     while_free = f" while {min_free_share:.0%} were free" if min_free_share else ""
+    at_least = f" with {min_free_share:.0%} or more free" if min_free_share else ""
     card, ax = figure(8, 3.3, alt=_alt(title, drawn, moments, means, while_free))
     with look():
         above, below = ([100 * share for share in line] for line in (free, largest))
@@ -56,7 +57,7 @@ def free_vs_largest(
         steps = {"drawstyle": "steps-post"}
         lines = [
             *ax.plot(
-                times, above, color=colour(0), linewidth=1.4, label=f"free, in sum{means}", **steps
+                times, above, color=colour(0), linewidth=1.4, label=f"free in total{means}", **steps
             ),
             *ax.plot(times, below, color=INK, linewidth=1.0, label=f"largest gap{means}", **steps),
         ]
@@ -68,8 +69,8 @@ def free_vs_largest(
                 marker="v", edgecolor=INK, linewidth=0.5, zorder=4, label=label,
             )
             for enough, label in (
-                (True, f"needed by who was refused{while_free}: enough in sum"),
-                (False, f"needed by who was refused{while_free}: too little free"),
+                (True, f"size of a request refused{at_least} (below the free total)"),
+                (False, f"size of a request refused{at_least} (above the free total)"),
             )
             if any(e == enough for _, _, e in refused)
         ]  # fmt: skip

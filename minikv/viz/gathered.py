@@ -9,26 +9,23 @@ from matplotlib.patches import FancyArrowPatch, Patch
 from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 
-from minikv.viz.pool import FREE, INTERNAL, LIVE, fill, slots_of
-from minikv.viz.style import CARD, INK, MUTED, WHITE, colour, figure, look
+from minikv.observe.pool import FREE, INTERNAL, LIVE, slots_of
+from minikv.observe.tokens import PAD, translate
+from minikv.viz.states import EDGE, OTHER, OTHER_FACE, fill, legend
+from minikv.viz.style import CARD, INK, MUTED, colour, figure, look
 from minikv.viz.tables import (
-    OTHER,
-    OTHER_FACE,
     ROW,
     WIDTH,
     cell,
     frame,
-    legend,
     outline,
     token,
-    translate,
     write,
 )
 
 PER_LINE = 16  # slots of the pool in a line, about
 LEFT, LINE_GAP, BETWEEN, ROW_GAP = 0.95, 0.24, 0.75, 0.2  # inches
 STRAIGHT = 0.16  # inches above the first copy from which all arrows are upright
-EDGE = {"edgecolor": INK, "linewidth": 0.6}
 
 
 class GatheredBlock(NamedTuple):
@@ -66,7 +63,7 @@ def gather_map(snap, labels, *, title="What gather copies"):
     num_lines = -(-(snap.num_blocks + 1) // per_line)
     pool_height = 0.25 + num_lines * (ROW + LINE_GAP)
     height = pool_height + BETWEEN + len(labels) * (ROW + ROW_GAP) + 0.1
-    card, ax = figure(8, height + 0.65)
+    card, ax = figure(8, height + 0.85)
     width = (WIDTH - LEFT - 0.1) / (per_line * size)
     colours = {name: colour(i) for i, name in enumerate(labels)}
 
@@ -95,12 +92,9 @@ def gather_map(snap, labels, *, title="What gather copies"):
             write(ax, LEFT - 0.1, y + ROW / 2, f"copy of {name}", INK, ha="right")
         card.suptitle(title, x=0.012, ha="left", fontsize=10, weight="bold", parse_math=False)
         frame(ax, height)
-        padded = Patch(facecolor=WHITE, hatch="xx", **EDGE)
         unwritten = tuple(Patch(**fill(INTERNAL, of) | EDGE) for of in list(colours.values())[:3])
-        more = [(unwritten, "unwritten"), (padded, "padding")]
-        if all(b.num_written for b in blocks):
-            more.pop()
-        legend(card, {LIVE, OTHER, FREE}, list(colours.values()), more)
+        more = [(unwritten, "held, but not written yet")]
+        legend(card, {LIVE, PAD, OTHER, FREE}, colours.values(), more, pale=True)
     listed = ", ".join(
         f"{b.request_id} {b.place} from {'padding' if not b.num_written else b.block_id} "
         f"({b.num_written} of {size} written)"
@@ -120,7 +114,7 @@ def _draw_pool(ax, snap, labels, colours, corner, width):
     for block_id in range(snap.num_blocks + 1):
         x, y = corner(block_id)
         if block_id == snap.num_blocks:
-            outline(ax, x, y, width * size, facecolor=WHITE, hatch="xx", linewidth=0.8)
+            outline(ax, x, y, width * size, **_padding(0.8))
             _number(ax, x + width * size / 2, y, "padding")
             continue
         _number(ax, x + width * size / 2, y, block_id)
@@ -138,6 +132,10 @@ def _draw_pool(ax, snap, labels, colours, corner, width):
         outline(ax, x, y, width * size, linewidth=0.8)
 
 
+def _padding(linewidth):
+    return fill(PAD, MUTED) | {"edgecolor": INK, "linewidth": linewidth}
+
+
 def _number(ax, x, y, text):
     """Over the arrows, which would make it unreadable."""
     halo = [withStroke(linewidth=3, foreground=CARD)]
@@ -149,7 +147,7 @@ def _draw_copy(ax, snap, block, labels, of, at, width):
     for offset in range(size):
         position = block.place * size + offset
         if not block.num_written:
-            outline(ax, x, y, width * size, facecolor=WHITE, hatch="xx", linewidth=0.6)
+            outline(ax, x, y, width * size, **_padding(0.6))
         else:
             state = LIVE if offset < block.num_written else INTERNAL
             cell(ax, x + width * offset, y, width, state, of)

@@ -1,125 +1,35 @@
-"""Break it yourself: a small service on a virtual clock, its knobs, and what they do to the memory.
+"""Break it yourself: the picture of a run of experiments.lab, and sliders over any such function.
 
-A run is a function of its settings alone. The picture is one figure that is drawn anew for each
-run, which costs a third of making one; `python -m minikv bench viz` says how long it takes.
+The picture is one figure that is drawn anew for each run, which costs a third of making one;
+`python -m minikv bench viz` says how long it takes.
 """
 
 import io
-from dataclasses import dataclass
+from dataclasses import replace
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import Rectangle
 
-from minikv.kv_cache.contiguous import RESERVE_POLICIES, ContiguousKVCacheManager
+from minikv.kv_cache.contiguous import RESERVE_POLICIES
 from minikv.kv_cache.extents import FITS
-from minikv.request import require_int, require_number
-from minikv.scheduler import Scheduler
-from minikv.simulator import Simulation, StepTime
-from minikv.specs import find_gpu, find_model
 from minikv.viz.maps import draw_map, verdict
-from minikv.viz.memory import MemoryRecorder, Moment, Recording, enough_in_sum
 from minikv.viz.owners import colours_of
 from minikv.viz.strips import mark_refusals, strip_of, time_axis
 from minikv.viz.style import INK, MUTED, Card, ink_on, is_live, look, tint
 from minikv.viz.widgets import Computing
-from minikv.workloads import LogNormal, Poisson, RequestClass, Uniform, Workload
 
-NUM_REQUESTS = 300
-BLOCK_SIZE, MAX_MODEL_LEN = 16, 2048
-# Chats with a header that they share, and now and then a long document: nothing is shared here.
-SHORT = (LogNormal(280, 0.3, low=200, high=1000), LogNormal(110, 0.9, low=4, high=500))
-LONG = (Uniform(600, 1500), LogNormal(110, 0.9, low=4, high=500))
-MIN_SLOTS = 2 * MAX_MODEL_LEN  # every request fits alone, whatever is reserved and rounded
-MOMENTS = 200  # recorded while requests arrive
 DPI = 120  # of the widget's picture
 WIDTH, LEFT, ROOM = 6.2, 0.86, 5.2  # inches: of the picture, left of its axes, and of these
 CONTROL = "246px"  # wide, its name above it; less leaves no room for track and value
 KEY = (
     "solid: live, striped: reserved, dotted: never used, ruled: rounded up,\n"
-    "white: free. Above the strip: refused, dark if the sum was enough"
+    "white: free. Above the strip: refused; dark, if enough was free in total"
 )
-
-
-@dataclass(frozen=True)
-class LabSettings:
-    """rate: requests per second. long_share: of prompts that are long, 0 to 1. fit, reserve: as
-    in ContiguousKVCacheManager. num_slots: of the pool, rounded down to whole blocks.
-
-    Raises TypeError or ValueError, naming the value and its limits.
-    """
-
-    rate: float = 5.0
-    long_share: float = 0.15
-    fit: str = "first"
-    reserve: str = "exact"
-    num_slots: int = 6144
-    seed: int = 0
-
-    def __post_init__(self):
-        require_number("rate", self.rate, above=0)
-        require_number("long_share", self.long_share, at_least=0, at_most=1)
-        require_int("num_slots", self.num_slots, at_least=MIN_SLOTS)
-        require_int("seed", self.seed, at_least=0)
-        for name, known in (("fit", FITS), ("reserve", RESERVE_POLICIES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class LabResult:
-    """num_refused: requests that got no room at their first attempt. num_paradox: those among them
-    that the sum of the free slots would have been enough for. worst: of their refusals the one
-    while most was free; None where there is none. fullest: the recorded moment while least was.
-    mean_running: requests in a step, on average.
-    """
-
-    settings: LabSettings
-    recording: Recording
-    num_requests: int
-    num_refused: int
-    num_paradox: int
-    worst: Moment | None
-    fullest: Moment
-    mean_running: float
-
-
-def lab_run(settings=LabSettings()) -> LabResult:
-    """Serves 300 requests: OPT-13B on an A100 with a pool that is small enough to see."""
-    s = settings
-    shares = (("short", 1 - s.long_share, SHORT), ("long", s.long_share, LONG))
-    classes = tuple(RequestClass(name, share, *lengths) for name, share, lengths in shares if share)
-    requests = Workload("lab", Poisson(s.rate), classes).requests(
-        num_requests=NUM_REQUESTS, seed=s.seed
-    )
-    manager = ContiguousKVCacheManager(
-        s.num_slots // BLOCK_SIZE,
-        BLOCK_SIZE,
-        max_model_len=MAX_MODEL_LEN,
-        reserve=s.reserve,
-        fit=s.fit,
-    )
-    step_time = StepTime(find_model("opt-13b"), find_gpu("A100-40G"))
-    scheduler = Scheduler(manager, max_num_seqs=256, max_num_batched_tokens=2560)
-    simulation = Simulation(scheduler, step_time)
-    every_s = requests[-1].arrival_time / MOMENTS
-    recorder = MemoryRecorder(simulation.core, every_s=every_s, max_rows=2 * MOMENTS)
-    simulation.run(requests, on_step=recorder)
-    paradox = [refusal for refusal in recorder.refusals if enough_in_sum(refusal)]
-    return LabResult(
-        settings=s,
-        recording=recorder.recording,
-        num_requests=len(requests),
-        num_refused=len(recorder.refusals),
-        num_paradox=len(paradox),
-        worst=max(paradox, key=lambda refusal: refusal.free_slots, default=None),
-        fullest=min(recorder.moments, key=lambda moment: moment.free_slots),
-        mean_running=simulation.summary()["mean_num_seqs"],
-    )
 
 
 def lab_figure(result) -> tuple:
     """The strip of a run, the paradox meter, and its worst moment. Returns (figure, {"refused":
-    {"started at once", "too little free", "enough free in sum": requests}, "worst": what
+    {"started at once", "too little free", "enough free in total": requests}, "worst": what
     memory_map says of it or None, "strip": the Strip})."""
     picture = LabPicture()
     return picture.card, picture.draw(result)
@@ -195,7 +105,7 @@ class LabPicture:
         if before:
             _draw_bar(ax, _parts(before[0]), 1.25)
         ax.set_title(
-            f"Refused with enough free in sum: {result.num_paradox} of {result.num_requests}; "
+            f"Refused with enough free in total: {result.num_paradox} of {result.num_requests}; "
             f"for lack of it: {refused - result.num_paradox}",
             fontsize=9,
         )
@@ -209,7 +119,7 @@ class LabPicture:
         ax, moment = self.map_axes, result.worst or result.fullest
         drawn = draw_map(ax, moment, colours_of([moment]), room_below=True)
         if result.worst is None:
-            title = "Nobody was refused who had enough in sum. The fullest moment:"
+            title = "No request was refused with enough free in total. The fullest moment:"
             ax.set_title(title, fontsize=9)
             return None
         free, largest = (
@@ -236,17 +146,18 @@ class LabPicture:
         return buffer.getvalue()
 
 
-def fragmentation_lab(settings=None):
-    """Break it yourself: sliders over lab_run, and its picture with that of the run before. Let one
-    go, and 300 requests are served anew. With the keyboard, Tab goes to the next control and the
-    arrow keys change it.
+def fragmentation_lab(run, **settings):
+    """Break it yourself: sliders over `run` (experiments.lab_run), and its picture with that of the
+    run before. Let one go, and 300 requests are served anew. With the keyboard, Tab goes to the
+    next control and the arrow keys change it.
 
-    Without a live kernel: the picture of these settings (or of the defaults).
+    run: LabSettings -> LabResult; without an argument, the result of its defaults. settings: those
+    that differ from these at the start. Without a live kernel: the picture of the start.
     """
-    settings = settings or LabSettings()
-    if not is_live():
-        return lab_figure(lab_run(settings))[0]
-    return Lab(settings)
+    result = run()
+    if settings:
+        result = run(replace(result.settings, **settings))
+    return Lab(run, result) if is_live() else lab_figure(result)[0]
 
 
 class Lab:
@@ -254,7 +165,7 @@ class Lab:
     line, which outlives the kernel, what to run when that is gone. controls: the widgets by the
     names of LabSettings. image: the picture. box: all of them."""
 
-    def __init__(self, settings):
+    def __init__(self, run, result):
         import ipywidgets as w
 
         def control(kind, value, name, **options):
@@ -264,7 +175,8 @@ class Lab:
             options |= {"continuous_update": False, "layout": layout, "style": style}
             return kind(value=value, description=name, **options)
 
-        s, pool = settings, {"min": MIN_SLOTS, "max": 16384, "step": 256}
+        s = self._settings = result.settings
+        pool = {"min": s.min_slots, "max": 16384, "step": 256}
         self.controls = {
             "rate": control(w.FloatSlider, s.rate, "requests/s", min=0.5, max=10, step=0.5),
             "long_share": control(
@@ -275,16 +187,19 @@ class Lab:
             "reserve": control(w.SelectionSlider, s.reserve, "reserve", options=RESERVE_POLICIES),
             "seed": control(w.IntSlider, s.seed, "seed of the traffic", min=0, max=20),
         }
-        self._picture, self.image = LabPicture(compare=True), w.HTML()
+        self._run, self._picture, self.image = run, LabPicture(compare=True), w.HTML()
         for each in self.controls.values():
-            each.observe(self._redraw, names="value")
-        self._redraw()
+            each.observe(self._change, names="value")
+        self._show(result)
         column = w.VBox(list(self.controls.values()))
         self.box = w.Box([column, self.image], layout=w.Layout(flex_flow="row wrap"))
 
-    def _redraw(self, _=None):
+    def _change(self, _):
         chosen = {name: control.value for name, control in self.controls.items()}
-        self._picture.draw(lab_run(LabSettings(**chosen)))
+        self._show(self._run(replace(self._settings, **chosen)))
+
+    def _show(self, result):
+        self._picture.draw(result)
         self.image.value = self._picture.img()
 
     def _ipython_display_(self):
@@ -318,7 +233,7 @@ def _parts(result):
     return {
         "started at once": result.num_requests - result.num_refused,
         "too little free": result.num_refused - result.num_paradox,
-        "enough free in sum": result.num_paradox,
+        "enough free in total": result.num_paradox,
     }
 
 

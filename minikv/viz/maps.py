@@ -2,8 +2,9 @@
 
 from matplotlib.patches import Rectangle
 
-from minikv.viz.owners import colours_of, fill, legend
-from minikv.viz.pool import FREE
+from minikv.observe.pool import FREE
+from minikv.viz.owners import colours_of
+from minikv.viz.states import fill, legend
 from minikv.viz.style import INK, MUTED, RULE, WHITE, figure, ink_on, look, tint
 
 MAX_CELLS = 64  # slots that are drawn and numbered one by one
@@ -25,7 +26,7 @@ def memory_map(moment, *, colours=None, title=None, room_below=False):
     with look():
         drawn = draw_map(ax, moment, colours, room_below)
         _headline(card, title or drawn["verdict"])
-        legend(card, moment.runs, colours)
+        legend(card, _states(moment), colours.values())
     card.alt = _alt(moment, drawn)
     return card, drawn
 
@@ -40,7 +41,7 @@ def draw_map(ax, moment, colours, room_below=False) -> dict:
     if drawn["needed"]:
         _draw_waiting(ax, moment, drawn, 0.83)
         _draw_gathered(ax, moment, _place(moment, drawn, drawn["free"]), 1.32)
-        rows += [(0.83 + 0.16, "needed"), (1.32 + 0.16, "free, in sum")]
+        rows += [(0.83 + 0.16, "needed"), (1.32 + 0.16, "free in total")]
     bottom = 1.7 if drawn["needed"] or room_below else BAR + 0.12
     _frame(ax, moment, rows, -0.4 if moment.one_piece or room_below else -0.08, bottom)
     _ticks(ax, moment, BAR)
@@ -68,7 +69,8 @@ def memory_maps(moments, *, colours=None, title=None):
         _frame(ax, moments[0][1], rows, -0.25, pitch * len(moments) - 0.2)
         if title:
             _headline(card, title)
-        legend(card, [run for _, moment in moments for run in moment.runs], colours)
+        states = {FREE}.union(*(_states(moment) for _, moment in moments))
+        legend(card, states, colours.values())
     return card, drawn
 
 
@@ -119,6 +121,10 @@ def _alt(moment, drawn):
         f"free, in {pieces}, the largest of {moment.largest_free_slots:,}. "
         f"{drawn['verdict']}."
     )
+
+
+def _states(moment):
+    return {FREE, *(run.state for run in moment.runs)}
 
 
 # --- the parts ---------------------------------------------------------------------------------

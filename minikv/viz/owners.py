@@ -1,28 +1,12 @@
-"""What all drawings of memory share: how the states look, and which request has which colour."""
+"""Which request has which colour, and who is where in memory at which time."""
 
 import numpy as np
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch
 
-from minikv.viz import pool
-from minikv.viz.memory import ROUNDING, STATES
-from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED
-from minikv.viz.style import COLOURS, INK, MUTED, WHITE, colour, tint
+from minikv.observe.memory import STATES
+from minikv.observe.pool import FREE
+from minikv.viz.style import COLOURS, colour
 
-MEANING = {
-    **{state: pool.MEANING[state] for state in (LIVE, RESERVED, INTERNAL)},
-    ROUNDING: "rounding: the allocator's own",
-    FREE: "free",
-}
 MAX_SAMPLES = 1024  # addresses that are looked at to tell neighbours apart
-
-
-def fill(state, of) -> dict:
-    """How a state looks; pool.fill knows all but one."""
-    if state == ROUNDING:
-        hatch = {"hatch": "-----", "hatchcolor": tint(of, 0.8)}
-        return {"facecolor": WHITE, "edgecolor": "none", "linewidth": 0, **hatch}
-    return pool.fill(state, of)
 
 
 def owner_index(moments) -> dict:
@@ -77,19 +61,3 @@ def _fill_free(grid, axis):
     shape = [-1 if axis == k else 1 for k in (0, 1)]
     place = np.where(grid >= 0, np.arange(grid.shape[axis]).reshape(shape), 0)
     return np.take_along_axis(grid, np.maximum.accumulate(place, axis=axis), axis=axis)
-
-
-def legend(card, runs, colours, more=()):
-    """The states that occur, each in the first requests' colours. more: handles of other things."""
-    shown = list(dict.fromkeys(colours.values()))[:3] or [MUTED]
-    states = [s for s in MEANING if s == FREE or any(run.state == s for run in runs)]
-    edge = {"edgecolor": INK, "linewidth": 0.6}
-    swatches = [tuple(Patch(**fill(s, of) | edge) for of in shown) for s in states]
-    card.legend(
-        handles=[*swatches, *more],
-        labels=[*(MEANING[s] for s in states), *(handle.get_label() for handle in more)],
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="outside lower center",
-        ncols=len(swatches) + len(more) if len(swatches) + len(more) <= 4 else 3,
-        columnspacing=1.2,
-    )

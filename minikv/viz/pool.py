@@ -1,14 +1,14 @@
 """Which request holds which slots of the KV pool: one moment, or one row per step.
 
-A snapshot is plain data, taken from a running engine; the figures are functions of it alone.
+Drawn from snapshots (minikv.observe) and nothing else.
 """
 
 from itertools import groupby
-from typing import NamedTuple
 
-from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
+from minikv.viz.states import EDGE, fill, legend
 from minikv.viz.style import (
     CARD,
     INK,
@@ -23,87 +23,10 @@ from minikv.viz.style import (
     tint,
 )
 
-LIVE, RESERVED, INTERNAL, FREE = "live", "reserved", "internal", "free"
-MEANING = {  # the words of MemoryReport (kv_cache/base.py), short enough for a legend
-    LIVE: "live: keys and values",
-    RESERVED: "reserved: for tokens that may come",
-    INTERNAL: "internal: held, but can never be used",
-    FREE: "free",
-}
+STATES = (LIVE, RESERVED, INTERNAL, FREE)
 MAX_SLOT_LINES = 1024  # a line per slot, and per block, only while they can be told apart
 MAX_BLOCK_LINES = 256
 TOKEN_MAP = 7.2  # inches that token_map's slots have, about
-
-
-class PoolSnapshot(NamedTuple):
-    """What each request held at the end of a step. All tuples and dicts are copies.
-
-    tables: request_id -> block ids (a range, where the manager's table is one). num_live:
-    request_id -> tokens whose keys and values lie in the pool. max_live: request_id -> slots that
-    it can come to use of those it holds.
-    """
-
-    step: int
-    num_blocks: int
-    block_size: int
-    tables: dict
-    num_live: dict
-    max_live: dict
-
-
-class Slots(NamedTuple):
-    """What a figure drew: for every slot of the pool its state, and who holds it (or None)."""
-
-    states: tuple
-    owners: tuple
-
-    def count(self, state, owner=None) -> int:
-        pairs = zip(self.states, self.owners, strict=True)
-        return sum(s == state and owner in (None, o) for s, o in pairs)
-
-    @property
-    def requests(self) -> list:
-        """Those that hold slots, in the order of their first one."""
-        return list(dict.fromkeys(o for o in self.owners if o is not None))
-
-
-def snapshot(engine, step=None) -> PoolSnapshot:
-    """The pool of an LLM or an EngineCore (anything with .manager and .metrics), as it is now.
-
-    step: what to call this moment; the engine's own count of steps, unless given.
-    """
-    step = len(engine.metrics.steps) if step is None else step
-    return snapshot_of(engine.manager, step)
-
-
-def snapshot_of(manager, step) -> PoolSnapshot:
-    """The pool of a manager that may have no engine."""
-    num_live, max_live = {}, {}
-    tables = {
-        request_id: table if isinstance(table, range) else tuple(table)
-        for request_id, table in manager.tables.items()
-    }
-    for request_id, table in tables.items():
-        request, size = manager.requests.get(request_id), len(table) * manager.block_size
-        # A table that was set by hand has no request: all of it counts as reserved.
-        num_live[request_id] = request.num_computed_tokens if request else 0
-        max_live[request_id] = min(size, request.max_kv_tokens) if request else size
-    return PoolSnapshot(step, manager.num_blocks, manager.block_size, tables, num_live, max_live)
-
-
-def slots_of(snap) -> Slots:
-    """Every slot's state. A block that stands in several tables counts for the first of them."""
-    num_slots = snap.num_blocks * snap.block_size
-    states, owners = [FREE] * num_slots, [None] * num_slots
-    for request_id, table in snap.tables.items():
-        live, most = snap.num_live[request_id], snap.max_live[request_id]
-        for position in range(len(table) * snap.block_size):
-            block, offset = divmod(position, snap.block_size)
-            slot = table[block] * snap.block_size + offset
-            state = LIVE if position < live else RESERVED if position < most else INTERNAL
-            if owners[slot] is None or (state == LIVE and states[slot] != LIVE):
-                states[slot], owners[slot] = state, request_id
-    return Slots(tuple(states), tuple(owners))
 
 
 # --- the figures -------------------------------------------------------------------------------
@@ -118,7 +41,7 @@ def pool_map(snap, *, blocks_per_row=None, names=None):
     with look():
         _draw_map(axes, snap, slots, blocks_per_row, _colours(names or slots.requests))
         axes.set_title(f"The pool after step {snap.step}")
-        _legend(card, _colours(names or slots.requests))
+        legend(card, STATES, _colours(names or slots.requests).values())
     return card, slots
 
 
@@ -139,7 +62,7 @@ def pool_at_steps(snapshots, *, count=4, blocks_per_row=None):
         for ax, snap, slots in zip(axes.flat, chosen, drawn, strict=False):
             _draw_map(ax, snap, slots, blocks_per_row, colours)
             ax.set_title(f"after step {snap.step}")
-        _legend(card, colours)
+        legend(card, STATES, colours.values())
     return card, drawn
 
 
@@ -176,7 +99,7 @@ def pool_over_steps(snapshots, *, title="The pool, step by step"):
         ax.set_yticks([r + 0.5 for r in rows], [snapshots[r].step for r in rows])
         ax.set_xticks(_slot_ticks(first))
         ax.tick_params(length=3)
-        _legend(card, colours)
+        legend(card, STATES, colours.values())
     return card, drawn
 
 
@@ -193,7 +116,7 @@ def token_map(snap, request_id, tokens, num_prompt_tokens):
     alt = f"The {len(table)} blocks of {request_id!r} after step {snap.step}: {live} slots hold "
     alt += f"keys and values, {num_prompt_tokens} of them of the prompt; {len(table) * size - live}"
     alt += f" hold nothing. The answer so far: {''.join(tokens[num_prompt_tokens:])!r}"
-    card, ax = figure(10, 1.3 + 0.36 * len(table), alt=alt)
+    card, ax = figure(10, 1.5 + 0.36 * len(table), alt=alt)
     prompt_face, answer_face = tint(colour(0), 0.22), colour(0)
     with look():
         for position in range(len(table) * size):
@@ -219,27 +142,15 @@ def token_map(snap, request_id, tokens, num_prompt_tokens):
         waiting = ", ".join(repr(token) for token in tokens[live:])
         if waiting:
             ax.set_xlabel(f"sampled, without keys and values yet: {waiting}", loc="left")
-        handles = [
-            Patch(facecolor=prompt_face, edgecolor=RULE, label="token of the prompt"),
-            Patch(facecolor=answer_face, label="token of the answer"),
-            *_handles((RESERVED, INTERNAL), colour(0)),
+        more = [
+            (Patch(facecolor=prompt_face, **EDGE), "live: a token of the prompt"),
+            (Patch(facecolor=answer_face, **EDGE), "live: a token of the answer"),
         ]
-        card.legend(handles=handles, loc="outside lower center", ncols=4)
+        legend(card, (RESERVED, INTERNAL), [colour(0)], more)
     return card, drawn
 
 
 # --- the parts of a figure ---------------------------------------------------------------------
-
-
-def fill(state, of) -> dict:
-    """How a state looks: solid, striped, dotted or white, so that colour is never alone."""
-    looks = {
-        LIVE: {"facecolor": of},
-        RESERVED: {"facecolor": tint(of, 0.15), "hatch": "/////", "hatchcolor": tint(of, 0.7)},
-        INTERNAL: {"facecolor": WHITE, "hatch": "....", "hatchcolor": tint(of, 0.8)},
-        FREE: {"facecolor": WHITE},
-    }
-    return {**looks[state], "edgecolor": "none", "linewidth": 0}
 
 
 def _draw_map(ax, snap, slots, blocks_per_row, colours):
@@ -312,27 +223,6 @@ def _token(ax, x, y, text, ink):
 
 def _short(token, inches):
     return fitted(token.replace("\n", "↵").strip(" ") or "␣", inches)
-
-
-def _handles(states, of=MUTED):
-    return [
-        Patch(label=MEANING[s], **fill(s, of) | {"edgecolor": INK, "linewidth": 0.6})
-        for s in states
-    ]
-
-
-def _legend(card, colours):
-    """The states, each in the colours of the first requests."""
-    shown = list(colours.values())[:3] or [MUTED]
-    swatches = zip(*(_handles(MEANING, of) for of in shown), strict=True)
-    card.legend(
-        handles=list(swatches),
-        labels=list(MEANING.values()),
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="outside lower center",
-        ncols=4,
-        columnspacing=1.2,
-    )
 
 
 def _names(drawn):

@@ -92,7 +92,7 @@ def softmax_at(blocks, index, *, values=None, title="Online softmax"):
         for weight, (*_, x) in zip(before, places, strict=False):
             axes[1].bar(x, weight, 0.8, **SHRUNK)
         _draw_state(axes[1], index, state, places)
-        shrunk = [Patch(label="before it shrank", **SHRUNK)]
+        shrunk = [Patch(label="its weight before this block", **SHRUNK)]
         _finish(card, axes[1], blocks, places, title, shrunk)
     return card, state
 
@@ -126,8 +126,10 @@ def _finish(card, lowest, blocks, places, title, more=()):
     lowest.set_xlim(-0.8, places[-1][2] + 4.1)
     card.suptitle(title, x=0.012, ha="left", fontsize=10, weight="bold")
     handles = [
-        Patch(facecolor=colour(0), edgecolor=INK, label="weight of this block's slots"),
-        Patch(facecolor=tint(colour(0), 0.35), edgecolor=INK, label="of earlier blocks'"),
+        Patch(facecolor=colour(0), edgecolor=INK, label="weights of this block's slots"),
+        Patch(
+            facecolor=tint(colour(0), 0.35), edgecolor=INK, label="weights of earlier blocks' slots"
+        ),
         *more,
     ]
     if len(blocks) > 1:

@@ -12,26 +12,27 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import AutoLocator, ScalarFormatter
 
-from minikv.viz.memory import STATES, enough_in_sum
-from minikv.viz.owners import colours_of, legend, owner_index, sample
-from minikv.viz.pool import INTERNAL, LIVE, RESERVED
+from minikv.observe.memory import ROUNDING, STATES, enough_in_sum
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED
+from minikv.viz.owners import colours_of, owner_index, sample
+from minikv.viz.states import (
+    EDGE,
+    LOOKS,
+    REFUSED_WITH_ENOUGH,
+    REFUSED_WITH_TOO_LITTLE,
+    legend,
+)
 from minikv.viz.style import COLOURS, DPI, INK, MUTED, RULE, WHITE, figure, look, tint
 
 HEIGHT = 2.1  # inches of one strip
 DIMMED = tint(MUTED, 0.3)  # of requests that are not highlighted
-# How the states look in points; the same looks as the hatches of pool.fill. (face, mark) are the
-# amounts of the request's colour, as for style.tint.
-FACES = {LIVE: (1.0, 1.0), RESERVED: (0.15, 0.7), INTERNAL: (0.0, 0.8)}
-ROUNDING_FACE = (0.0, 0.8)
-
-
 # Refused at the first attempt, by whether the sum of the free slots was enough.
 REFUSED = (
-    Line2D([], [], color=INK, marker="|", linestyle="none", label="refused: enough free in sum"),
-    Line2D([], [], color=RULE, marker="|", linestyle="none", label="refused: too little free"),
+    Line2D([], [], color=INK, marker="|", linestyle="none", label=REFUSED_WITH_ENOUGH),
+    Line2D([], [], color=RULE, marker="|", linestyle="none", label=REFUSED_WITH_TOO_LITTLE),
 )
 
-OTHERS = Patch(facecolor=DIMMED, edgecolor=INK, linewidth=0.6, label="other requests")
+OTHERS = Patch(facecolor=DIMMED, **EDGE, label="other requests")
 
 
 class Strip(NamedTuple):
@@ -72,7 +73,7 @@ def memory_strips(recordings, *, highlight=()):
     options = {"squeeze": False, "sharex": True}
     size = (8, 1.0 + (HEIGHT + 0.5) * len(recordings))
     card, axes = figure(*size, rows=len(recordings), **options)
-    strips, runs, shared = [], [], {}
+    strips, states, shared = [], {FREE}, {}
     for _, recording in recordings if highlight else ():
         shared = colours_of(recording.moments) | shared
     with look():
@@ -82,12 +83,13 @@ def memory_strips(recordings, *, highlight=()):
             ax.set_ylabel("slot")
             ax.yaxis.set_major_formatter("{x:,.0f}")
             ax.spines[:].set_visible(True)
-            runs += [run for moment in recording.moments for run in moment.runs]
+            states |= {run.state for moment in recording.moments for run in moment.runs}
         time_axis(axes.flat[-1], start, end)
         refused = any(recording.refusals for _, recording in recordings)
         own = {name: of for name, of in shared.items() if name in highlight}
         more = (OTHERS,) * bool(highlight) + REFUSED * refused
-        legend(card, runs, own or dict(enumerate(COLOURS)), more)
+        more = [(handle, handle.get_label()) for handle in more]
+        legend(card, states, (own or dict(enumerate(COLOURS))).values(), more)
         card.get_layout_engine().execute(card)
         card.set_layout_engine("none")  # the axes keep their size, so that points are drawn 1:1
         for ax, (_, recording) in zip(axes.flat, recordings, strict=True):
@@ -150,13 +152,13 @@ def _paint(owners, states, colours):
         LIVE: np.zeros((height, width), bool),
         RESERVED: (x + y) % 7 < 2,
         INTERNAL: (x % 5 < 2) & (y % 5 < 2),
-        "rounding": y % 5 < 1,
+        ROUNDING: y % 5 < 1,
     }
     paper = np.array(to_rgb(WHITE))
     palette = np.array([*(to_rgb(c) for c in colours), paper])  # the last is that of owner -1
     image = palette[owners]
     for number, state in enumerate(STATES):
-        face, mark = FACES.get(state, ROUNDING_FACE)
+        _, face, mark, _ = LOOKS[state]
         here = states == number
         amount = np.where(marks[state], mark, face)[here][:, None]
         image[here] = 1 - amount * (1 - image[here])

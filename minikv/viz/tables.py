@@ -5,12 +5,13 @@ Drawn from a PoolSnapshot's tables and nothing else.
 
 from typing import NamedTuple
 
-from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 
-from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, fill, slots_of
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, slots_of
+from minikv.observe.tokens import translate
+from minikv.viz.states import OTHER, OTHER_FACE, PALE, fill, legend
 from minikv.viz.style import (
     CARD,
     INK,
@@ -25,18 +26,8 @@ from minikv.viz.style import (
     tint,
 )
 
-OTHER_FACE = tint(MUTED, 0.7)
 ROW, GAP = 0.25, 0.075  # inches: a block's height, and between two of them
 WIDTH = 7.8
-LIVE_TINT = 0.42
-OTHER = "other"
-MEANING = {
-    LIVE: "K and V of a token",
-    RESERVED: "reserved",
-    INTERNAL: "internal",
-    OTHER: "another request's",
-    FREE: "free",
-}
 
 
 class Arrow(NamedTuple):
@@ -46,40 +37,6 @@ class Arrow(NamedTuple):
     logical_block: int
     block_id: int
     num_live: int
-
-
-class Translation(NamedTuple):
-    """Where the keys and values of the token at `position` are: in slot block_id * block_size +
-    offset, with block_id = table[logical_block]."""
-
-    position: int
-    logical_block: int
-    offset: int
-    block_id: int
-    slot: int
-
-
-def labels_of(engine, text) -> dict:
-    """{request_id: labels of all its known tokens} of those that hold a table; the one sampled
-    last, without keys and values yet, is among them. text: token id -> label. engine: anything
-    with .manager."""
-    return {
-        request_id: tuple(text(token) for token in request.token_ids)
-        for request_id, request in engine.manager.requests.items()
-        if request.token_ids is not None
-    }
-
-
-def translate(snap, request_id, position) -> Translation:
-    """Through the table of a PoolSnapshot. Raises ValueError for a position without a slot."""
-    table, size = snap.tables[request_id], snap.block_size
-    if not 0 <= position < len(table) * size:
-        raise ValueError(
-            f"position {position} of {request_id!r} has no slot: its {len(table)} blocks of "
-            f"{size} hold positions 0 to {len(table) * size - 1}"
-        )
-    block, offset = divmod(position, size)
-    return Translation(position, block, offset, table[block], table[block] * size + offset)
 
 
 # --- all tables of a moment --------------------------------------------------------------------
@@ -102,7 +59,7 @@ def block_table_map(snap, labels, *, title="Block tables"):
     rows = {name: max(len(snap.tables[name]), -(-len(of) // size)) for name, of in labels.items()}
     left = sum(rows.values()) * (ROW + GAP) + 0.34 * len(rows)
     height = max(left, snap.num_blocks * (ROW + GAP)) + 0.3
-    card, ax = figure(8, height + 0.5)
+    card, ax = figure(8, height + 0.7)
     width = min(0.52, 2.35 / size)
     places = {"cells": 0.32, "table": 0.32 + width * size + 0.3, "width": width}
     places |= {"pool": WIDTH - width * size - 0.05, "ids": WIDTH - width * size - 0.4}
@@ -164,11 +121,11 @@ def _draw_sequence(ax, snap, name, tokens, of, places, top):
         if held:
             outline(ax, places["cells"], y, width * size)
         x = places["table"]
-        face = {"facecolor": tint(of, LIVE_TINT) if held else WHITE, "edgecolor": INK}
+        face = {"facecolor": tint(of, PALE) if held else WHITE, "edgecolor": INK}
         line = {} if held else {"linestyle": (0, (3, 2))}
         ax.add_patch(Rectangle((x, y), 0.4, ROW, linewidth=0.9, **face, **line))
         shown = table[block] if held else "none"
-        ink = ink_on(tint(of, LIVE_TINT)) if held else MUTED
+        ink = ink_on(tint(of, PALE)) if held else MUTED
         write(ax, x + 0.2, y + ROW / 2, shown, ink, fontsize=8.5 if held else 8)
         write(ax, x - 0.15, y + ROW / 2, block, MUTED, fontsize=8)
         if held:
@@ -212,10 +169,7 @@ def _draw_pool(ax, snap, labels, colours, places):
 
 def cell(ax, x, y, width, state, of):
     """One slot. state: None for a token that has none."""
-    style = {
-        LIVE: {"facecolor": tint(of, LIVE_TINT)},
-        None: {"facecolor": WHITE},
-    }.get(state) or fill(state, of)
+    style = fill(state, of, pale=True) if state else {"facecolor": WHITE}
     style = style | ({"edgecolor": RULE, "linewidth": 0.5} if state else {"edgecolor": "none"})
     ax.add_patch(Rectangle((x, y), width, ROW, **style))
 
@@ -223,7 +177,7 @@ def cell(ax, x, y, width, state, of):
 def token(ax, x, y, label, state, of, width):
     """A label, as much of it as its cell has room for."""
     shown = fitted(label.replace("\n", "↵").strip(" ") or "␣", width - 0.02)
-    ink = ink_on(tint(of, LIVE_TINT)) if state == LIVE else INK
+    ink = ink_on(tint(of, PALE)) if state == LIVE else INK
     halo = [] if state == LIVE else [withStroke(linewidth=2.2, foreground=WHITE)]
     write(ax, x, y, shown, ink, path_effects=halo)
 
@@ -265,34 +219,9 @@ def frame(ax, height):
     ax.spines[:].set_visible(False)
 
 
-def legend(card, states, colours, more=()):
-    """The states that occur, each in the requests' colours. more: (handle, label)."""
-    edge = {"edgecolor": INK, "linewidth": 0.6}
-    entries = [
-        (tuple(Patch(**_look(state, of) | edge) for of in colours[:3]), MEANING[state])
-        for state in MEANING
-        if state in states
-    ]
-    entries += more
-    card.legend(
-        handles=[handle for handle, _ in entries],
-        labels=[label for _, label in entries],
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.1)},
-        loc="outside lower center",
-        ncols=len(entries),
-        columnspacing=1.4,
-    )
-
-
 def unwritten():
     """The legend's mark of a token that is known, but has no keys and values."""
     return Patch(facecolor=WHITE, edgecolor=INK, linestyle=(0, (3, 2)))
-
-
-def _look(state, of):
-    if state == OTHER:
-        return {"facecolor": OTHER_FACE}
-    return {"facecolor": tint(of, LIVE_TINT)} if state == LIVE else fill(state, of)
 
 
 def _legend(card, snap, labels, colours):
@@ -303,7 +232,7 @@ def _legend(card, snap, labels, colours):
     more = []
     if any(len(of) > snap.num_live[name] for name, of in labels.items()):
         more.append((unwritten(), "no K and V yet"))
-    legend(card, states, list(colours.values()), more)
+    legend(card, states, colours.values(), more, pale=True)
 
 
 def _alt(snap, arrows):

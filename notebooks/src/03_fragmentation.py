@@ -21,14 +21,13 @@ import numpy as np
 
 import minikv.viz as viz
 from minikv import LLM, ContiguousKVCacheManager, Request, SamplingParams, show
-from minikv.experiments import FIG2_PAPER, NUM_SLOTS, fig2_run, paper_manager
+from minikv.experiments import FIG2_PAPER, NUM_SLOTS, fig2_run, lab_run, paper_manager
 from minikv.kv_cache.extents import external_fragmentation, make_allocator
 from minikv.scheduler import Scheduler
 from minikv.simulator import Simulation, StepTime
 from minikv.specs import GPUS, MODELS
 from minikv.static_batching import StaticScheduler
-from minikv.viz import MemoryRecorder, batch, gantt
-from minikv.viz.memory import enough_in_sum
+from minikv.viz import MemoryRecorder, batch, enough_in_sum, gantt
 from minikv.workloads import alpaca, shared_header, sharegpt
 
 # %% [markdown]
@@ -831,7 +830,7 @@ for name, rings in alarms.items():
 # that is better at one rate, and worse at another?
 
 # %% lab
-viz.fragmentation_lab()
+viz.fragmentation_lab(lab_run)
 
 # %% [markdown]
 # ## What this does not show

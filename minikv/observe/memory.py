@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED, snapshot_of
+from minikv.observe.refusals import RefusalRecorder
 from minikv.request import require_int, require_number
-from minikv.simulator.refusals import RefusalRecorder
-from minikv.viz.pool import FREE, INTERNAL, LIVE, RESERVED, snapshot_of
 
 ROUNDING = "rounding"
 STATES = (LIVE, RESERVED, INTERNAL, ROUNDING)  # of slots that somebody holds
@@ -186,8 +186,8 @@ def moment(core) -> Moment:
 
 def moment_of(manager, waiting=(), *, time_s=0.0, step=0, num_running=0) -> Moment:
     """The pool of a manager as it is now, for whoever calls it by hand. waiting: the requests in
-    line. Live are num_computed_tokens slots of a request: in a padded batch its pads count, too,
-    which a MemoryReport leaves out."""
+    line. Live are num_computed_tokens slots of a request, those of its padding included (a
+    MemoryReport counts these as internal)."""
     snap = snapshot_of(manager, step)
     # a buddy allocator rounds up, and cannot join all neighbours
     cuts = [start * manager.block_size for start, _ in manager.free_extents()]

@@ -3,7 +3,7 @@
 import jinja2
 import numpy as np
 
-from minikv.model.detokenizer import IncrementalDetokenizer
+from minikv.engine.detokenizer import IncrementalDetokenizer
 from minikv.request import CompletionOutput, RequestOutput, require_int
 
 
