@@ -47,7 +47,7 @@ from minikv.classroom.harness.verdicts import ask, check, explain, once, told
 from minikv.kv_cache.base import cdiv
 from minikv.model.loader import load
 
-tiny = load("tiny", dtype="float32", device="cpu")  # a random model: instant, its text is noise
+tiny = load("tiny", dtype="float32", device="cpu")  # random; its text is noise
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 begin(
     globals(),
@@ -178,7 +178,7 @@ def drawn(owners):
 
 # %% ex-3-1
 class MyManager(KVCacheManager):
-    """First fit: each request holds one extent, long enough for all the tokens it may ever hold."""
+    """First fit: each request holds one extent, for all the tokens it may ever hold."""
 
     def __init__(self, num_blocks, block_size):
         super().__init__(num_blocks, block_size)
@@ -535,21 +535,26 @@ def exercise_3_1(MyManager):
     for moves in moves_3_1():
         play(managed, *moves)
     for num_blocks, block_size, games in more_moves_3_1():
-        num_calls = sum(len(play(managed, num_blocks, block_size, moves).watch_log) for moves in games)
+        played = [play(managed, num_blocks, block_size, moves) for moves in games]
+        num_calls = sum(len(manager.watch_log) for manager in played)
         print(f"{num_blocks:3} blocks of {block_size:2} tokens: {num_calls:3} calls, "
               "each as with a list of owners")  # fmt: skip
     every_order(managed)
     print("5 extents freed in each of 120 orders: the largest free extent is the pool")
-    lengths = [(9, 24), (20, 5), (3, 12), (14, 14), (6, 3), (30, 12), (5, 20), (11, 7), (22, 18), (2, 6)]
+    lengths = [(9, 24), (20, 5), (3, 12), (14, 14), (6, 3)]
+    lengths += [(30, 12), (5, 20), (11, 7), (22, 18), (2, 6)]
     manager = managed(24, 4)
     tokens, steps = run_engine(manager, lengths)
     assert tokens == once(run_engine, None, lengths)[0], (
         "Other tokens came out than under the engine's own manager."
     )
-    assert books_of(manager) == [(0, 24)], "After the last request the pool is not one extent."
+    whole = books_of(manager) == [(0, 24)]
+    assert whole, "After the last request the pool is not one extent."
     refused = manager.watch_refusals
-    print(f"engine: {len(lengths)} requests, {len(steps)} steps, tokens as under its own manager")
-    print(f"  {len(refused)} refusals, {sum(refused)} of them with enough free blocks in sum")
+    print(f"engine: {len(lengths)} requests, {len(steps)} steps, "
+          "tokens as under its own manager")  # fmt: skip
+    print(f"  {len(refused)} refusals, "
+          f"{sum(refused)} of them with enough free blocks in sum")  # fmt: skip
 
 # %% [markdown]
 # Now a model whose text you can read: in a cell of your own,
@@ -557,10 +562,12 @@ def exercise_3_1(MyManager):
 
 # %% on-smollm2 tags=["solution", "nbval-ignore-output"]
 def on_smollm2(manager):
-    questions = ["What is the capital of Italy?", "Name three colours.", "Why is the sky blue?"]
+    questions = ["What is the capital of Italy?", "Name three colours."]
+    questions.append("Why is the sky blue?")
     chats = [[{"role": "user", "content": question}] for question in questions]
     llm = LLM("smollm2", kv_cache_manager=manager, check_every_step=True)
-    return [output.outputs[0].text for output in llm.generate(chats, SamplingParams(max_tokens=24), use_tqdm=False)]
+    outputs = llm.generate(chats, SamplingParams(max_tokens=24), use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
 
 
 manager = MyManager(96, 16)
@@ -711,12 +718,14 @@ def exercise_3_2(measure):
         wanted, drawn = right_3_2(owners, need)
         asked = f"{drawn}   num_needed = {need}"
         got = five(ask(measure, owners, need, asked=asked))
-        cases.append((asked, got, dict(zip(got, wanted, strict=True)), slips_3_2(owners, need)))
+        wanted = dict(zip(got, wanted, strict=True))
+        cases.append((asked, got, wanted, slips_3_2(owners, need)))
     explain(cases, alike=partial(same, tolerance=1e-6))
     for asked, got, *_ in cases[12:15]:
         print(asked)
-        print(f"  free {got['free']:2.0f}, largest {got['largest']:.0f}, external fragmentation "
-              f"{got['external']:4.0%}, unusable {got['unusable']:.0f}; "
+        print(f"  free {got['free']:2.0f}, largest {got['largest']:.0f}, "
+              f"external fragmentation {got['external']:4.0%}, "
+              f"unusable {got['unusable']:.0f}; "
               f"free extents of {text(got['histogram'])}")  # fmt: skip
 
 # %% [markdown]
@@ -778,7 +787,7 @@ def exercise_3_2(measure):
 
 # %% state
 class Held(NamedTuple):
-    """What one request holds. num_live_blocks: those of its blocks that keys and values lie in now."""
+    """What one request holds. num_live_blocks: its blocks that hold K and V now."""
 
     name: str
     start: int
@@ -787,8 +796,11 @@ class Held(NamedTuple):
 
 
 class State(NamedTuple):
-    """A pool at one moment. held: list[Held]. free_extents: the allocator's own list, (start, num_blocks)
-    each; no two of them are neighbours."""
+    """A pool at one moment.
+
+    held: list[Held].
+    free_extents: the allocator's own list of (start, num_blocks); no two are neighbours.
+    """
 
     num_blocks: int
     held: list
@@ -796,21 +808,22 @@ class State(NamedTuple):
 
 # %% ex-3-3
 def diagnose(state, num_needed):
-    """(free, largest, verdict, sentence) for a request that needs one extent of num_needed blocks."""
+    """(free, largest, verdict, sentence) for who needs an extent of num_needed blocks."""
     ### BEGIN SOLUTION
     lengths = [num_blocks for _, num_blocks in state.free_extents]
     free, largest = sum(lengths), max(lengths)
     lost = state.num_blocks - free - sum(each.num_blocks for each in state.held)
+    said = f"{num_needed} blocks needed"
     if largest >= num_needed:
-        sentence = f"{num_needed} blocks needed, and a free extent has {largest}: it can start."
+        sentence = f"{said}, and a free extent has {largest}: it can start."
         return free, largest, "fits", sentence
     if free >= num_needed:
-        sentence = f"{num_needed} blocks needed, {free} are free, but in pieces of {largest} at most."
+        sentence = f"{said}, {free} are free, but in pieces of {largest} at most."
         return free, largest, "fragmentation", sentence
     if free + lost >= num_needed:
-        sentence = f"{num_needed} blocks needed, {free} are free; {lost} more are in nobody's books."
+        sentence = f"{said}, {free} are free; {lost} more are in nobody's books."
         return free, largest, "leak", sentence
-    sentence = f"{num_needed} blocks needed, only {free} are free, in pieces or not."
+    sentence = f"{said}, only {free} are free, in pieces or not."
     return free, largest, "too little memory", sentence
     ### END SOLUTION
 
@@ -1023,7 +1036,8 @@ except (AssertionError, NotImplementedError):
 def paradox_trace():
     """A list of ("allocate", name, num_blocks) and ("free", name)."""
     ### BEGIN SOLUTION
-    fill = [("allocate", name, num_blocks) for name, num_blocks in zip("ABCD", (19, 22, 19, 21), strict=True)]
+    sizes = {"A": 19, "B": 22, "C": 19, "D": 21}
+    fill = [("allocate", name, num_blocks) for name, num_blocks in sizes.items()]
     return [*fill, ("free", "A"), ("free", "C")]
     ### END SOLUTION
 
@@ -1112,7 +1126,8 @@ def exercise_3_4(paradox_trace):
 try:
     steps = steps_of(ask(paradox_trace))
     strip, _ = run_trace(steps, 100)
-    print(f"yours: {len(steps)} operations; possible: 6; free at the end: {strip.owners.count(None)} blocks of 100")
+    print(f"yours: {len(steps)} operations; possible: 6; "
+          f"free at the end: {strip.owners.count(None)} blocks of 100")  # fmt: skip
     print(f"{strip}\nfree extents: {strip.free_extents()}")
 except (AssertionError, NotImplementedError):
     print("(not yet right)")
@@ -1409,8 +1424,8 @@ def exercise_3_5(admitting_fits):
     for fits, times in sorted(counts.items()):
         print(f"{fits + ':':26}{times:2} of {len(tried)} queues")
     wins = once(wins_3_5)
-    print(f"of 2,000 more queues first fit admits {wins['first']}, best fit {wins['best']}, "
-          f"worst fit {wins['worst']}")  # fmt: skip
+    print(f"of 2,000 more queues first fit admits {wins['first']}, "
+          f"best fit {wins['best']}, worst fit {wins['worst']}")  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 3.6: when does compaction pay?
@@ -1509,17 +1524,21 @@ def cases_3_6():
 def exercise_3_6(break_even):
     cases, parts = [], ("copying", "wait")
     for live, bandwidth, running, blocked, *wanted in cases_3_6():
-        asked = (f"live_bytes = {live:.3g}, bandwidth = {bandwidth:.3g}, num_running = {running}, "
-                 f"num_blocked = {blocked}\nStanding still while it copies: {running} + {blocked} "
-                 "requests.")  # fmt: skip
+        asked = (f"live_bytes = {live:.3g}, bandwidth = {bandwidth:.3g}, "
+                 f"num_running = {running}, num_blocked = {blocked}\nStanding still "
+                 f"while it copies: {running} + {blocked} requests.")  # fmt: skip
         value = ask(break_even, live, bandwidth, running, blocked, asked=asked)
-        got, slips = numbers(value, parts, "break_even"), slips_3_6(live, bandwidth, running, blocked)
+        got = numbers(value, parts, "break_even")
+        slips = slips_3_6(live, bandwidth, running, blocked)
         cases.append((asked, got, dict(zip(parts, wanted, strict=True)), slips))
     explain(cases, alike=partial(same, tolerance=1e-6))
-    for live, running, blocked in ((12.9e9, 0, 1), (12.9e9, 16, 1), (12.9e9, 16, 4), (1.29e9, 16, 1)):
-        copying, wait = map(float, break_even(live, 1.555e12, running, blocked))
-        print(f"{live / 1e9:5.2f} GB live at 1,555 GB/s: {1000 * copying:4.1f} ms; {running:2} running, "
-              f"{blocked} blocked: it pays if the wait is over {1000 * wait:3.0f} ms")  # fmt: skip
+    pools = [(12.9, 0, 1), (12.9, 16, 1), (12.9, 16, 4), (1.29, 16, 1)]
+    for live, running, blocked in pools:
+        value = ask(break_even, live * 1e9, 1.555e12, running, blocked)
+        copying, wait = numbers(value, parts, "break_even").values()
+        print(f"{live:5.2f} GB live at 1,555 GB/s: {1000 * copying:4.1f} ms; {running:2} "
+              f"running, {blocked} blocked: it pays if the wait is over "
+              f"{1000 * wait:3.0f} ms")  # fmt: skip
 
 # %% [markdown]
 # 12.9 GB and 1,555 GB/s: the KV pool beside OPT-13B on an A100-40G, and its memory. One compaction is

@@ -265,7 +265,7 @@ def exercise_4_1(slot_mapping):
 
 # %% ex-4-2
 class MyManager(KVCacheManager):
-    """Takes blocks when tokens about to be computed need them, gives them back at the end."""
+    """Takes blocks when tokens to be computed need them, gives them back at the end."""
 
     def __init__(self, num_blocks, block_size):
         super().__init__(num_blocks, block_size)
@@ -663,7 +663,7 @@ for answer in on_smollm2(MyManager(96, 16)):
 
 # %% ex-4-3
 def held_after_generation(batch, block_size, num_layers, bytes_per_token_and_layer):
-    """(num_blocks, unused_slots, unused_bytes), once all have sampled their last token."""
+    """(num_blocks, unused_slots, unused_bytes) when all have sampled their last token."""
     ### BEGIN SOLUTION
     written = [num_prompt + num_output - 1 for num_prompt, num_output in batch]
     num_blocks = sum(cdiv(num_tokens, block_size) for num_tokens in written)

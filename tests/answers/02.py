@@ -1079,7 +1079,7 @@ class MyScheduler(StaticScheduler):
 # +     def schedule(self):
 
 # %% ex-2-4 wrong: None for the second list
-# says: the second is None
+# says: must return two things
 # - return scheduled, []
 # + return scheduled, None
 

@@ -385,7 +385,7 @@ class MyManager(KVCacheManager):
 # + raise MemoryError("no room")
 
 # %% ex-3-1 wrong: drops what is too short, and refuses
-# says: nothing may change
+# says: then nothing may change
 # from: lengths, a slice and a loop
 # -             if length >= need:
 # +             if length < need and len(self.free_extents) == 1:
@@ -807,7 +807,7 @@ def measure(owners, num_needed):
     return e.num_free(found), e.largest_extent(found), fragmented, short, dict(lengths)
 
 # %% ex-3-2 wrong: no extent over 32 blocks
-# says: largest is wrong in
+# says: free is wrong in
 # - lengths = [len(list(run)) for owner, run in groupby(owners) if owner is None]
 # + lengths = [min(len(list(run)), 32) for owner, run in groupby(owners) if owner is None]
 
@@ -1056,9 +1056,9 @@ def diagnose(state, num_needed):
 # +     free, largest = allocator.num_free_blocks, allocator.largest_free_extent
 
 # %% ex-3-3 right: in another alphabet
-# - f"{num_needed} blocks needed, and a free extent has {largest}: it can start."
+# - f"{said}, and a free extent has {largest}: it can start."
 # + f"需要{num_needed}个块，最大的空闲区段有{largest}个块"
-# - f"{num_needed} blocks needed, only {free} are free, in pieces or not."
+# - f"{said}, only {free} are free, in pieces or not."
 # + f"Нужно {num_needed}, свободно {free}."
 
 # %% ex-3-4 right: many small ones, every second leaves
@@ -1601,7 +1601,7 @@ def admitting_fits(queue, num_blocks):
     return found
 
 # %% ex-3-5 wrong: a name is freed once
-# says: are wrong for
+# says: the fits are wrong for
 # - owners = [None] * num_blocks
 # + owners, gone = [None] * num_blocks, set()
 # - owners = [None if owner == name else owner for owner in owners]

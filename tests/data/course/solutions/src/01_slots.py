@@ -20,8 +20,9 @@ def num_blocks(num_tokens):
 for num_tokens in (0, 1, 16, 17):
     got = num_blocks(num_tokens)
     want = math.ceil(num_tokens / BLOCK_SIZE)
-    assert got <= want, f"one block too many: {num_tokens} tokens need {want}, not {got}"
-    assert got >= want, f"the last block may be partly full: {num_tokens} tokens need {want}"
+    need = f"{num_tokens} tokens need {want}"
+    assert got <= want, f"one block too many: {need}, not {got}"
+    assert got >= want, f"the last block may be partly full: {need}"
     print(num_tokens, got)
 
 # %% why tags=["solution"]

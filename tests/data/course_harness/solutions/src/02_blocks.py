@@ -54,7 +54,8 @@ def inputs_2_1():
 def exercise_2_1(slots):
     inputs = list(inputs_2_1())
     examine(slots, inputs, case_2_1)
-    print(f"{len(inputs)} tables right, {sum(size for _, size, _ in inputs)} slots in a block")
+    sizes = sum(size for _, size, _ in inputs)
+    print(f"{len(inputs)} tables right, {sizes} slots in a block")
 
 # %% [markdown]
 # ## Exercise 2.2: blocks of a request
