@@ -253,7 +253,10 @@ class LLM:
             raise
 
     def abort(self, request_id) -> bool:
-        """Ends a request at any moment and takes its blocks back. False: nothing ran by that id."""
+        """Ends a request at any moment and takes its blocks back. False: nothing ran by that id.
+
+        Raises RuntimeError in another thread than that of the requests, whose step may be on."""
+        self._require_own_thread()
         self._held.pop(request_id, None)
         job = self._jobs.get(request_id)
         if job is None:
@@ -463,6 +466,8 @@ class LLM:
         """One iteration. Its outputs are put into _held."""
         self._require_own_thread()
         if self._cut_short:  # whoever ended or got a token then has not been told
+            if self.scheduler.must_recover:
+                self.core.recover()
             for job in list(self._jobs.values()):
                 if job.withdrawn:
                     self._withdraw(job)

@@ -88,6 +88,8 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}, but each entry must be a non-empty string")
+            if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise ValueError(f"stop holds {text!r}, half of a character, which no text has")
         put("stop", stop)
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         put("stop_token_ids", tuple(require_int("stop_token_ids", i, at_least=0) for i in ids))

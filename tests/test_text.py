@@ -55,7 +55,7 @@ def assert_empty(llm):
     assert not llm.manager.tables
     assert not llm.scheduler.has_unfinished_requests
     assert not llm.has_unfinished_requests()
-    assert not (llm._jobs or llm._samples or llm._held or llm._driven)
+    assert not (llm._jobs or llm._samples or llm._held)
 
 
 # -- where an answer ends -----------------------------------------------------------------------
