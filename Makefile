@@ -5,24 +5,24 @@ PYTHON ?= python3
 .NOTPARALLEL:
 
 lab:
-	$(PYTHON) -m minikv lab $(ARGS)
+	"$(PYTHON)" -m minikv lab $(ARGS)
 
 test:
-	$(PYTHON) -m minikv test $(ARGS)
+	"$(PYTHON)" -m minikv test $(ARGS)
 
 # Both as on a machine that never saw the course: for whoever changes a requirement.
 fresh:
-	$(PYTHON) -m minikv fresh $(ARGS)
+	"$(PYTHON)" -m minikv fresh $(ARGS)
 
 test-long:
-	$(PYTHON) -m minikv test --long $(ARGS)
+	"$(PYTHON)" -m minikv test --long $(ARGS)
 
 # On the Python that is found, with what it has: nothing is installed, and no GPU is no failure.
 test-gpu:
-	$(PYTHON) -m minikv test-gpu $(ARGS)
+	"$(PYTHON)" -m minikv test-gpu $(ARGS)
 
 doctor:
-	$(PYTHON) -m minikv doctor
+	"$(PYTHON)" -m minikv doctor
 
 # The environment and what tools left behind; the converted model lives in the user's cache.
 clean:

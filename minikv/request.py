@@ -4,6 +4,7 @@ Nothing here knows a tokenizer, a clock or a tensor.
 """
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Real
@@ -13,12 +14,16 @@ MAX_SAMPLES = 1024
 
 def require_int(name, value, *, at_least, at_most=None):
     """Returns value as a Python int, or raises TypeError/ValueError naming it and its limits."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # an array of several numbers has an __index__, too
+        number = None
+    if number is None:
         raise TypeError(f"{name} must be a whole number, not {value!r}")
-    if value < at_least or (at_most is not None and value > at_most):
+    if number < at_least or (at_most is not None and number > at_most):
         limit = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ValueError(f"{name} is {value}, but must be {limit}")
-    return int(value)
+        raise ValueError(f"{name} is {number}, but must be {limit}")
+    return number
 
 
 def require_number(name, value, *, above=None, at_least=None, at_most=None):
@@ -88,6 +93,8 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}, but each entry must be a non-empty string")
+            if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise ValueError(f"stop holds {text!r}, half of a character, which no text has")
         put("stop", stop)
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         put("stop_token_ids", tuple(require_int("stop_token_ids", i, at_least=0) for i in ids))

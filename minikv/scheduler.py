@@ -26,13 +26,18 @@ class ScheduledRequest(NamedTuple):
 
 def whole(method):
     """Decorates a method of whatever can recover(): cut short at any point, by an error or an
-    interrupt, it leaves books that hold."""
+    interrupt, it leaves books that hold; where the recovery is cut short too, from the next such
+    call on."""
 
     @functools.wraps(method)
     def whole_or_recovered(self, *args, **options):
+        scheduler = getattr(self, "scheduler", self)
+        if scheduler.must_recover:
+            self.recover()
         try:
             return method(self, *args, **options)
         except BaseException:
+            scheduler.must_recover = True
             self.recover()
             raise
 
@@ -45,7 +50,8 @@ class Scheduler:
     requests: by request_id, all that have not ended, in the order in which they came; samples that
     wait for a prompt among them. waiting, running: the two queues. admitted: those that left
     `waiting` in the last schedule(). num_preemptions: how often a running request had to step back.
-    num_ended: requests that have. refusal_observers: called with (request, num_new_tokens) when one
+    num_ended: requests that have. must_recover: whether a recovery was cut short, and is to be made
+    again. refusal_observers: called with (request, num_new_tokens) when one
     that waits gets no room.
 
     Raises ValueError where a limit is below 1.
@@ -59,7 +65,7 @@ class Scheduler:
         )
         self.requests = {}
         self.waiting, self.running, self.admitted = deque(), [], []
-        self.num_preemptions = 0
+        self.num_preemptions, self.must_recover = 0, False
         self.refusal_observers = []  # each is called with (request, num_new_tokens)
         self.num_ended, self._last_update = 0, 0.0  # a time
         self._stuck, self._num_futile = None, 0  # (request, its num_tokens), preemptions at that
@@ -277,9 +283,9 @@ class Scheduler:
     def recover(self):
         """After any exception: books that hold, whatever was cut short, and wherever.
 
-        Tokens are the truth. Counts are set from them, whoever had come to its end is ended, and
-        the others wait in the order in which they came, to be computed again: that is the price,
-        as the manager forgets everything.
+        It may be cut short itself, and made again. Tokens are the truth. Counts are set from
+        them, whoever had come to its end is ended, and the others wait in the order in which they
+        came, to be computed again: that is the price, as the manager forgets everything.
         """
         if self.manager.owner is self:
             self.manager.reset()
@@ -297,10 +303,11 @@ class Scheduler:
                 self.num_preemptions += 1
         inside = {child for request in self.requests.values() for child in request.children}
         self.waiting.extend(r for r in self.requests.values() if r not in inside)
+        self.must_recover = False
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.must_recover)
 
 
 def emit(request, token, now, step):

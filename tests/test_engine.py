@@ -458,7 +458,8 @@ def test_own_ids_avoid_those_in_use(llm):
     ({"top_p": 0}, "top_p is 0"), ({"top_p": 1.1}, "top_p is 1.1"),
     ({"top_p": float("nan")}, "top_p is nan"), ({"top_k": -2}, "top_k is -2"),
     ({"n": 0}, "n is 0"), ({"seed": -1}, "seed is -1"), ({"seed": 2**64}, "seed is 184467440737"),
-    ({"stop": [""]}, "non-empty"), ({"stop": [3]}, "stop holds 3"), ({"stop": 3}, "stop must be"),
+    ({"stop": [""]}, "non-empty"), ({"stop": "a\ud83d"}, "half of a character"),
+    ({"stop": [3]}, "stop holds 3"), ({"stop": 3}, "stop must be"),
     ({"stop_token_ids": [-1]}, "stop_token_ids is -1"), ({"stop_token_ids": 3}, "must be a list"),
     ({"ignore_eos": 1}, "ignore_eos"),
 ])  # fmt: skip
@@ -550,6 +551,32 @@ def test_nan_ends_its_request_and_harms_nobody(bad_llm, at, budget):
 
     for prompt, expected in zip(llm.healthy, llm.expected, strict=True):  # into the same blocks
         assert tokens(llm, [prompt], max_tokens=10) == expected
+
+
+@pytest.mark.parametrize("backend", ["gather", "online"])
+def test_nan_harms_nobody_though_its_step_is_cut_short(poisoned, monkeypatch, backend):
+    llm = LLM(
+        poisoned,
+        num_gpu_blocks_override=4,
+        block_size=4,
+        max_model_len=16,
+        attention_backend=backend,
+    )
+    prompt = list(range(7))
+    expected = tokens(llm, [prompt], max_tokens=4)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        weight = poisoned.model.model.embed_tokens.weight
+        patch.setattr(weight, "data", weight.data.clone())
+        weight[BAD] = float("nan")
+        patch.setattr("minikv.model.runner.sample", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, [[BAD] * 8])
+    assert tokens(llm, [prompt], max_tokens=4) == expected  # into the same blocks
+    assert all(pool.isfinite().all() for pool in llm.runner.pools)
 
 
 def test_nan_ends_all_samples_of_its_prompt(bad_llm):
@@ -1027,10 +1054,15 @@ def test_static_batching_ends_at_a_stop_string(tiny):
 
 def test_a_second_thread_is_refused_while_requests_of_the_first_are_unfinished(tiny):
     llm, refused = new_llm(tiny), []
-    llm.add_request("ab")
+    request_id = llm.add_request("ab")
 
     def other():
-        for call in (lambda: generate(llm, ["cd"]), llm.step, lambda: llm.add_request("cd")):
+        for call in (
+            lambda: generate(llm, ["cd"]),
+            llm.step,
+            lambda: llm.add_request("cd"),
+            lambda: llm.abort(request_id),
+        ):
             with pytest.raises(RuntimeError, match="another thread") as caught:
                 call()
             refused.append(caught.value)
@@ -1038,7 +1070,7 @@ def test_a_second_thread_is_refused_while_requests_of_the_first_are_unfinished(t
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert len(refused) == 3
+    assert len(refused) == 4
     drain(llm)
     thread = threading.Thread(target=generate, args=(llm, ["cd"]))  # idle: anybody may have it
     thread.start()
@@ -1075,6 +1107,11 @@ class Forgetful(KVCacheManager):
 def test_parts_and_sizes_that_cannot_be_are_refused_in_words(tiny, options, error, message):
     with pytest.raises(error, match=message):
         LLM(tiny, **options)
+
+
+def test_a_list_of_arrays_is_a_list_of_prompts(llm):
+    outputs = generate(llm, [np.array([1, 2]), np.array([3])], SamplingParams(max_tokens=1))
+    assert [output.prompt_token_ids for output in outputs] == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("prompt, error, message", [

@@ -24,6 +24,10 @@ from minikv.static_batching import StaticScheduler
 FILES = ("scheduler.py", "static_batching.py", "core.py", "kv_cache/", "request.py", "metrics.py")
 ACCOUNTING = (*(f"minikv/{name}" for name in FILES), "tests/managers.py")
 KINDS = {"continuous": Scheduler, "static": StaticScheduler}
+TWO = {
+    "paged": lambda: PagedKVCacheManager(24, 4),
+    "contiguous": lambda: ContiguousKVCacheManager(24, 4, max_model_len=32),
+}
 PLAIN = tuple(name for name in MANAGERS if "refusing" not in name)
 
 
@@ -424,6 +428,43 @@ def test_all_who_end_in_one_step_end_though_none_can_be_freed():
     assert [r.finish_reason for r in requests] == ["length"] * 3 and core.num_ended == 3
     assert [r.finish_time for r in requests] == [1.0] * 3
     assert core.manager.num_free_blocks == 12 and not core.scheduler.has_unfinished_requests
+
+
+@pytest.mark.parametrize("name", ["paged", "contiguous"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recovery_may_be_cut_short_too(monkeypatch, kind, name):
+    """A second Ctrl-C, at any point of recover()."""
+    for at in range(0, 10_000, 29):
+        core = engine(TWO[name](), scheduler=KINDS[kind], max_num_seqs=4)
+        everyone = []
+        for i in range(3):
+            pair = [Request(f"{i}.{k}", [i, 2, 3, 4, 5], max_tokens=4) for k in range(2)]
+            pair[0].children = pair[1:]
+            core.submit(pair[0])
+            everyone += pair
+        core.step()
+        core.step()
+        second = AtBytecode(ACCOUNTING, at)
+
+        def recover(recover=core.scheduler.recover, second=second):
+            with second:
+                recover()
+
+        monkeypatch.setattr(core.scheduler, "recover", recover)
+        failing(monkeypatch, core.runner, "run", 1)
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+        was_cut = second.num > at
+        while core.scheduler.has_unfinished_requests:
+            core.step()
+        core.manager.check()
+        assert core.manager.num_free_blocks == core.manager.num_blocks
+        assert not core.scheduler.requests
+        for request in everyone:
+            assert request.token_ids == reference_of(request), at
+        if not was_cut:
+            break
+    assert 1_000 < at < 9_000  # it was cut short in all of it
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from minikv.request import Request, SamplingParams, require_int
@@ -154,3 +155,10 @@ def test_the_repr_says_where_it_stands():
     request = Request("a", [1, 2, 3])
     request.num_computed_tokens = 2
     assert repr(request) == "Request('a', computed 2 of 3 tokens, 3 of them prompt)"
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), np.array(1.0), True, "1", 1.0, None])
+def test_what_is_no_whole_number_is_a_type_error(value):
+    with pytest.raises(TypeError, match="rows must be a whole number, not"):
+        require_int("rows", value, at_least=1)
+    assert type(require_int("rows", np.int64(3), at_least=1)) is int

@@ -428,6 +428,20 @@ def test_nothing_of_the_user_is_carried_over_but_pips_configuration(tmp_path):
     assert left == [".config/pip/pip.conf"]
 
 
+def test_pips_configuration_is_found_where_the_user_keeps_it(tmp_path):
+    user, home, config = tmp_path / "user", tmp_path / "home", tmp_path / "config"
+    for folder, text in ((user / ".config/pip", "not read"), (config / "pip", "read")):
+        folder.mkdir(parents=True)
+        (folder / "pip.conf").write_text(text)
+    (user / "AppData/Roaming/pip").mkdir(parents=True)
+    (user / "AppData/Roaming/pip/pip.ini").write_text("Windows")
+    home.mkdir()
+    found = fresh.bare_environment(home, {"XDG_CONFIG_HOME": str(config)}, user)
+    assert "XDG_CONFIG_HOME" not in found
+    assert (home / ".config/pip/pip.conf").read_text() == "read"
+    assert (Path(found["APPDATA"]) / "pip/pip.ini").read_text() == "Windows"
+
+
 def test_fresh_runs_both_commands_in_a_copy_and_stops_at_the_first_that_fails(
     tmp_path, monkeypatch, capsys
 ):

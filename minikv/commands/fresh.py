@@ -22,7 +22,11 @@ KEPT = [
     *("CXX", "MINIKV_TORCH", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 ]
-PIP_CONFIGURATION = [".config/pip", ".pip", "pip", "Library/Application Support/pip"]
+# Where pip's configuration may lie below a home folder.
+PIP_CONFIGURATION = [
+    *(".config/pip", ".pip", "Library/Application Support/pip"),
+    *("pip", "AppData/Roaming/pip"),
+]
 NOT_COPIED = shutil.ignore_patterns(
     ".venv", "build", "work", "*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache",
     ".hypothesis", ".ipynb_checkpoints",
@@ -40,8 +44,14 @@ def bare_environment(home, environ, user_home):
     for place in PIP_CONFIGURATION:
         if (Path(user_home) / place).is_dir():
             shutil.copytree(str(Path(user_home) / place), str(home / place))
-    for name in ("HOME", "USERPROFILE", "APPDATA", "LOCALAPPDATA"):
-        kept[name] = str(home)
+    elsewhere = environ.get("XDG_CONFIG_HOME") or str(Path(user_home) / ".config")
+    if elsewhere != str(Path(user_home) / ".config"):  # then pip reads that one
+        shutil.rmtree(str(home / ".config/pip"), ignore_errors=True)
+        if (Path(elsewhere) / "pip").is_dir():
+            shutil.copytree(str(Path(elsewhere) / "pip"), str(home / ".config/pip"))
+    for name, place in (("HOME", ""), ("USERPROFILE", ""), ("APPDATA", "AppData/Roaming"),
+                        ("LOCALAPPDATA", "AppData/Local")):  # fmt: skip
+        kept[name] = str(home / place)
     return kept
 
 

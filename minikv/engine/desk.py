@@ -134,6 +134,7 @@ class Desk:
 
     def abort(self, request_id) -> bool:
         """Withdraws the request of that id. False: none ran."""
+        self._require_own_thread()
         self.held.pop(request_id, None)
         job = self.jobs.get(request_id)
         if job is None:
@@ -207,6 +208,8 @@ class Desk:
         """One iteration. Its outputs are put into held."""
         self._require_own_thread()
         if self._cut_short:  # whoever ended or got a token then has not been told
+            if self.core.scheduler.must_recover:
+                self.core.recover()
             for job in list(self.jobs.values()):
                 if job.withdrawn:
                     self.withdraw(job)

@@ -66,6 +66,8 @@ def is_one_prompt(prompts) -> bool:
             f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}"
         )
     first = prompts[0] if len(prompts) else None
+    if isinstance(prompts, list | tuple) and getattr(first, "ndim", 0):  # a list of arrays
+        return False
     return isinstance(first, dict) or hasattr(first, "__index__")
 
 

@@ -145,7 +145,9 @@ class LLM:
             raise
 
     def abort(self, request_id) -> bool:
-        """Ends a request at any moment and takes its blocks back. False: nothing ran by that id."""
+        """Ends a request at any moment and takes its blocks back. False: nothing ran by that id.
+
+        Raises RuntimeError in another thread than that of the requests, whose step may be on."""
         return self._desk.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:

@@ -41,10 +41,14 @@ class ModelRunner:
         self._heads = torch.arange(self.num_kv_heads)
         self._scratch = Scratch()
         self.threads = new_threads(self.device)
+        self._unclean = []  # block tables of a forward pass whose logits nobody has looked at yet
         self.last_step = None  # its StepContext, for the probe and for figures
 
     @torch.inference_mode()
     def run(self, scheduled, copies) -> list[int | None]:
+        if self._unclean:  # the last step was cut short
+            self._clean(self._unclean)
+        self._unclean = []
         if copies:
             self._copy(copies)
         if not scheduled:
@@ -59,7 +63,8 @@ class ModelRunner:
         for i, entry, token in zip(order, packed, sampled, strict=True):
             tokens[i] = token
             if token is None:
-                self._clean(entry.request)
+                self._clean([self.manager.tables[entry.request.request_id]])
+        self._unclean = []
         return tokens
 
     def forward(self, packed):
@@ -76,6 +81,7 @@ class ModelRunner:
             padding += [request.num_pad_tokens] * num_new_tokens
             starts.append(len(token_ids))
             ends.append(end)
+        self._unclean = tables
         places = torch.tensor(places)
         positions = (places - torch.tensor(padding)).clamp_(min=0)
         self.last_step = step = StepContext(
@@ -182,11 +188,11 @@ class ModelRunner:
                 raise InvariantBroken(f"{copy} writes blocks that an earlier copy writes, too")
             written.update(blocks)
 
-    def _clean(self, request):
+    def _clean(self, tables):
         """Whoever gets these blocks next must find numbers in them: a masked score still
         multiplies its value by 0, and 0 x NaN is NaN. Shared blocks may hold good content, so
         only what is not finite is zeroed."""
-        block_ids = torch.tensor(list(self.manager.tables[request.request_id]))
+        block_ids = torch.tensor(sorted({b for table in tables for b in table}))
         block_ids = block_ids.to(self.device)
         for pool in self.pools:
             pool[:, block_ids] = pool[:, block_ids].nan_to_num_(0.0, 0.0, 0.0)
