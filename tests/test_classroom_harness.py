@@ -414,6 +414,17 @@ def test_of_tensors_that_look_alike_the_worst_place_is_shown():
         explain([case])
 
 
+def test_of_numbers_that_look_alike_more_digits_are_shown():
+    told = verdict(lambda x: x / 3 + 1e-8, [], lambda x: x / 3)
+    assert told[-1] == "They differ further back: 0.333333343333, where 0.333333333333 is expected."
+
+
+def test_no_full_stop_stands_behind_a_picture():
+    mask = torch.tensor([[True, False]])
+    with pytest.raises(AssertionError, match=r"Your mask:\n  \. x\nCounted:\n  x \.$"):
+        explain([("asked", {"mask": ~mask}, {"mask": mask}, {"mask": {}})])
+
+
 def test_an_error_is_told_only_if_no_slip_explains_what_came_before():
     def answer(x):
         return x + 1 if x < 3 else 1 // 0

@@ -69,8 +69,10 @@ def tensor(value, shape, said):
         found = torch.as_tensor(value).detach().float()
     except (TypeError, ValueError, RuntimeError):
         raise AssertionError(f"{said}, not {value!r:.80}") from None
-    have = list(found.shape)
-    assert have == list(shape), f"{said}, of shape {list(shape)}, not {have}"
+    have, both = list(found.shape), ""
+    if isinstance(value, tuple) and have == [2, *shape]:
+        both = ": torch's max along an axis gives two, values and places; take its .values"
+    assert have == list(shape), f"{said}, of shape {list(shape)}, not {have}{both}"
     return found
 
 # %% [markdown]
@@ -792,7 +794,7 @@ def case_5_3(value, query, pool, table, seq_len, scaling):
         "exp(new - old) makes the old sums grow. They have to shrink: exp(old - new).": blockwise(*args, lambda states: running(states, -1, -1)),
         "Only the last block is left: what was kept of the others must be shrunk, not overwritten.": blockwise(*args, lambda states: states[-1][2] / states[-1][1]),
         "Only the first block was read.": blockwise(*args, lambda states: states[0][2] / states[0][1]),
-        **{said: blockwise(*args, join) for said, join in SLIPS_5_3.items()},
+        **{said: blockwise(*args, join) for said, join in joins_5_3().items()},
         "The last block is read where it is only partly full, too: its first slots hold the request's last tokens.   ": blockwise(
             *args, lambda states: running(states[: seq_len // pool.shape[3]] or [tuple(part * math.nan for part in states[0])])),
         **slips_5_1(*args),
@@ -817,16 +819,21 @@ def begun(states, largest):
 
 
 HEADS = "Each query head has its own largest score: measured against that of another head, its weights may all be exp(-256) = 0."
-SLIPS_5_3 = {
-    "Scores are measured against the largest so far, not this block's: where it is lower, the older sums would grow, up to inf.": lambda states: running(states, larger=lambda old, new: new),
-    "largest was never updated: after the first block a score may be far larger, and its exp is inf.": lambda states: running(states, larger=lambda old, new: old),
-    "The larger of the two is kept, not the smaller: exp of a score far above it is inf.": lambda states: running(states, larger=torch.minimum),
-    **{"largest starts at -inf, not at 0 or another number: scores far below it all weigh 0 against it." + " " * n:
-       lambda states, start=start: running(begun(states, start)) for n, start in enumerate((0.0, -100.0, -1e3, -1e4))},
-    HEADS: lambda states: running(begun(states, -math.inf), larger=lambda old, new: old.maximum(new).amax().expand_as(old)),
-    HEADS + " ": lambda states: running(begun(states, -math.inf), larger=lambda old, new: old.maximum(new).amax(1, keepdim=True).expand_as(old)),
-    HEADS + "  ": lambda states: running(begun(states, -math.inf), larger=lambda old, new: old.maximum(new).amax(0, keepdim=True).expand_as(old)),
-}  # fmt: skip
+
+
+@ours
+def joins_5_3():
+    """{what to say: a wrong way to join the blocks' states}"""
+    return {
+        "Scores are measured against the largest so far, not this block's: where it is lower, the older sums would grow, up to inf.": lambda states: running(states, larger=lambda old, new: new),
+        "largest was never updated: after the first block a score may be far larger, and its exp is inf.": lambda states: running(states, larger=lambda old, new: old),
+        "The larger of the two is kept, not the smaller: exp of a score far above it is inf.": lambda states: running(states, larger=torch.minimum),
+        **{"largest starts at -inf, not at 0 or another number: scores far below it all weigh 0 against it." + " " * n:
+           lambda states, start=start: running(begun(states, start)) for n, start in enumerate((0.0, -100.0, -1e3, -1e4))},
+        HEADS: lambda states: running(begun(states, -math.inf), larger=lambda old, new: old.maximum(new).amax().expand_as(old)),
+        HEADS + " ": lambda states: running(begun(states, -math.inf), larger=lambda old, new: old.maximum(new).amax(1, keepdim=True).expand_as(old)),
+        HEADS + "  ": lambda states: running(begun(states, -math.inf), larger=lambda old, new: old.maximum(new).amax(0, keepdim=True).expand_as(old)),
+    }  # fmt: skip
 
 # %% whole-5-3-e jupyter={"source_hidden": true}
 @ours
@@ -1222,6 +1229,8 @@ def case_5_5(value, spec, seq_lens, block_size):
            "After the copy is written attention reads it: pool read, copy written, copy read.": 2 * held * token,
            "Gather copies whole blocks: the tail of the last one is moved as well. ": 2 * live * token,
            "Gather copies whole blocks: the tail of the last one is moved as well.  ": live * token,
+           "No two requests share a block here: each has a last block of its own.": 3 * cdiv(live, block_size) * block_size * token,
+           "Each request's last block is copied, too, be it full or not.": 3 * sum(s // block_size for s in seq_lens) * block_size * token,
            "Pool read, copy written, copy read: those are three, not four.": 4 * held * token},
         "tables": table_slips(spec, seq_lens, block_size, live, held) | {full: 4 * sum(s // block_size + 1 for s in seq_lens), twin: 4 * tokens[twin][1] // block_size},
     }  # fmt: skip

@@ -2363,3 +2363,24 @@ def step_bytes(spec, seq_lens, block_size):
 # +         3 * num_blocks * block_size * token,
 # +         4 * num_blocks,
 # +     )
+
+
+# %% ex-5-2 wrong: max gives values and places
+# says: take its .values
+# -     largest = scores.amax(-1)
+# -     # Against -inf nothing can be measured: (-inf) - (-inf) is NaN.
+# -     reference = largest.masked_fill(largest == -math.inf, 0.0)
+# +     largest = scores.max(-1)
+# +     reference = largest.values.masked_fill(largest.values == -math.inf, 0.0)
+
+
+# %% ex-5-5 wrong: gathered of all contexts together
+# says: No two requests share a block here
+# - gathered = 3 * num_blocks * block_size * token
+# + gathered = 3 * cdiv(sum(seq_lens), block_size) * block_size * token
+
+
+# %% ex-5-5 wrong: gathered without the last block
+# says: last block is copied, too, be it full or not
+# - gathered = 3 * num_blocks * block_size * token
+# + gathered = 3 * sum(s // block_size for s in seq_lens) * block_size * token

@@ -173,6 +173,8 @@ def _order(slips):
 
 def _compared(part, got, wanted):
     mine, right = text(got), text(wanted)
+    if mine.startswith("\n"):  # a picture: a full stop behind it would look like a part of it
+        return f"Your {part or 'answer'}:{mine}\nCounted:{right}"
     said = (
         f"Your {part}: {mine}. Counted: {right}."
         if part
@@ -183,6 +185,8 @@ def _compared(part, got, wanted):
         at = int(gap.argmax())
         one, other = (plain(value.reshape(-1)[at]) for value in (got, wanted))
         said += f"\nThey differ most in number {at}: {one:.9g}, where {other:.9g} is expected."
+    elif mine == right and isinstance(got, int | float) and isinstance(wanted, int | float):
+        said += f"\nThey differ further back: {got:.12g}, where {wanted:.12g} is expected."
     return said
 
 
