@@ -1229,7 +1229,7 @@ def case_5_5(value, spec, seq_lens, block_size):
            "After the copy is written attention reads it: pool read, copy written, copy read.": 2 * held * token,
            "Gather copies whole blocks: the tail of the last one is moved as well. ": 2 * live * token,
            "Gather copies whole blocks: the tail of the last one is moved as well.  ": live * token,
-           "No two requests share a block here: each has a last block of its own.": 3 * cdiv(live, block_size) * block_size * token,
+           "Gather copies the blocks of each request: they are counted one by one, not for all tokens in one.": 3 * cdiv(live, block_size) * block_size * token,
            "Each request's last block is copied, too, be it full or not.": 3 * sum(s // block_size for s in seq_lens) * block_size * token,
            "Pool read, copy written, copy read: those are three, not four.": 4 * held * token},
         "tables": table_slips(spec, seq_lens, block_size, live, held) | {full: 4 * sum(s // block_size + 1 for s in seq_lens), twin: 4 * tokens[twin][1] // block_size},

@@ -2375,7 +2375,7 @@ def step_bytes(spec, seq_lens, block_size):
 
 
 # %% ex-5-5 wrong: gathered of all contexts together
-# says: No two requests share a block here
+# says: counted one by one, not for all tokens in one
 # - gathered = 3 * num_blocks * block_size * token
 # + gathered = 3 * cdiv(sum(seq_lens), block_size) * block_size * token
 
