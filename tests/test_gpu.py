@@ -29,7 +29,7 @@ def test_without_a_gpu_nothing_is_tested_and_that_is_said(monkeypatch, tmp_path,
 
 
 def test_a_python_without_pytorch_says_so_and_installs_nothing():
-    script = "import sys; sys.path.insert(0, sys.argv[1]); from minikv import gpu; "
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from minikv.commands import gpu; "
     script += "sys.exit(gpu.main([]))"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", script, str(steps.ROOT)],

@@ -794,8 +794,8 @@ class MyManager(KVCacheManager):
 
 # %% ex-4-2 wrong: one list for all managers, cleared
 # says: each with a pool of its own
-# -     """Takes blocks when tokens about to be computed need them, gives them back at the end."""
-# +     """Takes blocks when tokens about to be computed need them, gives them back at the end."""
+# -     """Takes blocks when tokens to be computed need them, gives them back at the end."""
+# +     """Takes blocks when tokens to be computed need them, gives them back at the end."""
 # +     ids = []
 # -         self.free_block_ids = deque(range(num_blocks))
 # +         self.ids.clear()
