@@ -151,13 +151,12 @@ def test_opening_a_chapter_changes_nothing_and_its_sources_can_be_read(lab, cour
     saved(page)
     assert (course / f"{name}.ipynb").read_bytes() == before
     sources, alts = {}, []
-    for _ in scrolled(page):
+    for at in scrolled(page):
+        lab.shot(page, f"{name}_{size[0]}_{at:05}")
         sources |= dict(page.evaluate(CONTRASTS))
         alts += page.evaluate(
             "() => [...document.querySelectorAll('.jp-Notebook img')].map(i => i.alt)"
         )
-        if sources and len(sources) == 1:
-            lab.shot(page, f"{name}_{size[0]}")
     cells = read_notebook(course / f"{name}.ipynb").cells
     outputs = [out.get("data", {}) for cell in cells for out in cell.get("outputs", [])]
     stored = sum("background:#f8f8f8" in data.get("text/html", "") for data in outputs)
