@@ -142,7 +142,7 @@ def test_a_widget_leaves_a_picture_and_what_to_run(monkeypatch):
     widget, note = shown
     assert "application/vnd.jupyter.widget-view+json" in widget
     assert widget["text/plain"] == card.alt and "alt=" in widget["text/html"]
-    assert "Run All Above" in note["text/html"]
+    assert "Run All Above" in note["text/html"] and widgets.KEYS in note["text/html"]
 
 
 def test_the_explorer_is_such_a_widget(monkeypatch):

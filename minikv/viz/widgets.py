@@ -5,6 +5,21 @@ GONE = (
     "nothing follows them: <b>Run &gt; Run All Above Selected Cell</b>, then this cell."
 )
 
+# JupyterLab takes keys before a slider does: "b" would insert a cell. In an element with this
+# attribute it takes none. Escape leads out; Ctrl+S and Shift+Enter stay the page's.
+KEYS = """<script>
+for (const note of document.querySelectorAll(".mk-computing")) {
+  const area = note.closest(".jp-OutputArea");
+  if (!area || area.mkKeys) continue;
+  area.mkKeys = true;
+  const theirs = (e) => e.ctrlKey || e.metaKey || e.altKey || e.key === "Escape" ||
+    (e.shiftKey && e.key === "Enter");
+  const guard = (e) => area.toggleAttribute("data-lm-suppress-shortcuts", !theirs(e));
+  area.addEventListener("focusin", () => window.addEventListener("keydown", guard, true));
+  area.addEventListener("focusout", () => window.removeEventListener("keydown", guard, true));
+}
+</script>"""
+
 
 class Computing:
     """A widget, and in a line under it, in an output that outlives the kernel, what to run when
@@ -18,4 +33,5 @@ class Computing:
 
         picture = {"text/html": self.card.img(), "text/plain": self.card.alt}
         display(self.widget._repr_mimebundle_() | picture, raw=True)
-        display({"text/html": f"<p>{GONE}</p>", "text/plain": ""}, raw=True)
+        note = f'<p class="mk-computing">{GONE}</p>{KEYS}'
+        display({"text/html": note, "text/plain": ""}, raw=True)

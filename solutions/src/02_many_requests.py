@@ -52,7 +52,7 @@ begin(globals())
 
 # %% serve jupyter={"source_hidden": true}
 @ours
-def serve(kind, pairs, max_num_seqs, last_step=math.inf):
+def serve(kind, pairs, max_num_seqs, last_step=10**9):
     """Serves (arrival step, output tokens) pairs under a scheduler of the package, `kind`.
 
     Returns (requests, chart): token_runs and finish_time of the requests are in steps; the chart

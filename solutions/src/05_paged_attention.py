@@ -309,9 +309,9 @@ def as_backend(attend_one):
 
 
 @ours
-def run_engine(backend, lengths, block_size, model=tiny):
+def run_engine(backend, lengths, block_size):
     """The real engine. lengths: (prompt, output) tokens. Output tokens of each."""
-    llm = LLM(model, attention_backend=backend, block_size=block_size, num_gpu_blocks_override=160 // block_size,
+    llm = LLM(tiny, attention_backend=backend, block_size=block_size, num_gpu_blocks_override=160 // block_size,
               max_num_seqs=8, max_num_batched_tokens=16)  # fmt: skip
     prompts = [[65 + i + k for k in range(prompt)] for i, (prompt, _) in enumerate(lengths)]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in lengths]
@@ -802,11 +802,11 @@ def case_5_3(value, query, pool, table, seq_len, scaling):
 
 # %% whole-5-3-d jupyter={"source_hidden": true}
 @ours
-def running(states, total=1, mixed=1, larger=torch.maximum):
+def running(states, total=1, mixed=1, larger=None):
     """Running sums; each shrinks when a larger score comes (1), stays as it is (0) or grows (-1)."""
     largest, t, m = states[0]
     for new, t_new, m_new in states[1:]:
-        both = larger(largest, new)
+        both = (larger or torch.maximum)(largest, new)
         old, now = largest - both, (new - both).exp()
         t, m, largest = t * (old * total).exp() + t_new * now, m * (old * mixed).exp() + m_new * now, both
     return m / t
