@@ -78,10 +78,13 @@ def test_a_number_is_found_by_value_in_any_kind_of_output():
 def test_neither_a_pictures_size_nor_an_attribute_supports_a_number():
     outputs = [
         result(image_png="x", text_plain="<Figure size 640x480 with 1 Axes>"),
-        result(text_html="<td width=320>1</td><style>p {height: 12px}</style>"),
+        result(
+            text_html="<td width=320>1</td><style>p {height: 12px}</style>"
+            '<script type="application/json">[13]</script>'
+        ),
     ]
-    problems = prose.unsupported_numbers(chapter("640, 320 and 12 px", *outputs))
-    assert [problem.split()[0] for problem in problems] == ["640", "320", "12"]
+    problems = prose.unsupported_numbers(chapter("640, 320, 12 and 13 px", *outputs))
+    assert [problem.split()[0] for problem in problems] == ["640", "320", "12", "13"]
 
 
 def test_a_source_covers_its_paragraph_only():

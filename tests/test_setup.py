@@ -290,7 +290,8 @@ def test_a_step_is_one_line_and_the_rest_is_in_the_log(log, capsys):
 
 
 def test_a_failed_step_shows_the_end_of_its_log(log, capsys):
-    script = "import sys\nfor i in range(300): print('line', i)\nsys.exit('no space left')"
+    script = "import sys\nfor i in range(300): print('line', i, flush=True)\n"
+    script += "sys.exit('no space left')"
     with pytest.raises(steps.SetupError, match=r"All that it wrote is in .*setup\.log"):
         steps.run_step([sys.executable, "-c", script], "a step")
     shown = capsys.readouterr().err.splitlines()
