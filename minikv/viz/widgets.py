@@ -5,8 +5,8 @@ GONE = (
     "nothing follows them: <b>Run &gt; Run All Above Selected Cell</b>, then this cell."
 )
 
-# JupyterLab takes keys before a slider does: "b" would insert a cell. In an element with this
-# attribute it takes none. Escape leads out; Ctrl+S and Shift+Enter stay the page's.
+# JupyterLab takes keys before a slider does: "b" would insert a cell. Of an element with this
+# attribute (itself: what has the focus is asked first) it takes none. Escape leads out; Ctrl+S and Shift+Enter stay the page's.
 KEYS = """<script>
 for (const note of document.querySelectorAll(".mk-computing")) {
   const area = note.closest(".jp-OutputArea");
@@ -14,7 +14,7 @@ for (const note of document.querySelectorAll(".mk-computing")) {
   area.mkKeys = true;
   const theirs = (e) => e.ctrlKey || e.metaKey || e.altKey || e.key === "Escape" ||
     (e.shiftKey && e.key === "Enter");
-  const guard = (e) => area.toggleAttribute("data-lm-suppress-shortcuts", !theirs(e));
+  const guard = (e) => e.target.toggleAttribute("data-lm-suppress-shortcuts", !theirs(e));
   area.addEventListener("focusin", () => window.addEventListener("keydown", guard, true));
   area.addEventListener("focusout", () => window.removeEventListener("keydown", guard, true));
 }
