@@ -6,7 +6,8 @@ GONE = (
 )
 
 # JupyterLab takes keys before a slider does: "b" would insert a cell. Of an element with this
-# attribute (itself: what has the focus is asked first) it takes none. Escape leads out; Ctrl+S and Shift+Enter stay the page's.
+# attribute (itself: what has the focus is asked first) it takes none, but Escape, Ctrl+S and
+# Shift+Enter stay the page's.
 KEYS = """<script>
 for (const note of document.querySelectorAll(".mk-computing")) {
   const area = note.closest(".jp-OutputArea");
