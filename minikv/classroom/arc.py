@@ -55,6 +55,7 @@ NAMES = {
     "softmax_at": 5,
     "softmax_player": 5,
     "softmax_states": 5,
+    "BeamSearchParams": 7,
     "PrefixCachingKVCacheManager": 7,
     "RadixKVCacheManager": 7,
 }

@@ -118,7 +118,7 @@ class Desk:
 
     def add(self, job) -> str:
         """Queues it and returns its id. Cut short, it may be in: withdraw it."""
-        self._require_own_thread()
+        self.require_own_thread()
         requests = [sample.request for sample in job.samples]
         seed = job.params.seed
         if seed is None:
@@ -134,7 +134,7 @@ class Desk:
 
     def abort(self, request_id) -> bool:
         """Withdraws the request of that id. False: none ran."""
-        self._require_own_thread()
+        self.require_own_thread()
         self.held.pop(request_id, None)
         job = self.jobs.get(request_id)
         if job is None:
@@ -206,7 +206,7 @@ class Desk:
 
     def step(self):
         """One iteration. Its outputs are put into held."""
-        self._require_own_thread()
+        self.require_own_thread()
         if self._cut_short:  # whoever ended or got a token then has not been told
             if self.core.scheduler.must_recover:
                 self.core.recover()
@@ -239,7 +239,7 @@ class Desk:
             if output.finished:
                 self._forget(job)
 
-    def _require_own_thread(self):
+    def require_own_thread(self):
         """Two threads would take each other's outputs, so a second one is refused while requests
         of the first are unfinished."""
         if not self.jobs:

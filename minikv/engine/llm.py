@@ -7,6 +7,7 @@ come in and go out over a `Desk`.
 from tqdm.auto import tqdm
 
 from minikv.engine.assemble import assemble
+from minikv.engine.beam_search import beam_search
 from minikv.engine.desk import Desk
 from minikv.request import RequestOutput, require_int
 
@@ -177,6 +178,10 @@ class LLM:
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update(output.finished)
         return [job.snapshot(self.metrics) for job in jobs]
+
+    def beam_search(self, prompts, params) -> list:
+        """The most likely answers: see `minikv.engine.beam_search.beam_search`."""
+        return beam_search(self._desk, prompts, params)
 
     def stream(self, prompt, sampling_params=None):
         """Yields the answer's text as it comes, whole characters only. Leaving the loop early
