@@ -7,7 +7,7 @@ import argparse
 
 from minikv.commands.progress import SecondsProgress
 from minikv.commands.report import run_command
-from minikv.experiments import fig2, fig13, paradox
+from minikv.experiments import fig2, fig13, fig15, paradox
 from minikv.experiments.paper import HOUR_S, NUM_SLOTS, WARMUP_S
 from minikv.kv_cache.extents import FITS
 from minikv.request import require_int, require_number
@@ -86,7 +86,7 @@ def _paradox(args):
     }
 
 
-# -- figures 2 and 13 -----------------------------------------------------------------------------
+# -- figures 2, 13 and 15 -------------------------------------------------------------------------
 
 FIG2 = """\
 Figure 2 of Kwon et al. 2023 (PagedAttention): the average share of KV-cache memory that holds
@@ -137,4 +137,25 @@ def _fig13(args):
     with SecondsProgress(fig13.num_runs() * args.seeds, args.duration) as progress:
         result = fig13.measure(args.seeds, args.duration, args.warmup, on_step=progress)
     fig13.print_result(result)
+    return result
+
+
+FIG15 = """\
+Figure 15 of Kwon et al. 2023 (PagedAttention): the share of blocks that is saved where samples of
+one prompt, or the beams of a search, share them. What a prompt's beams have in common is replayed
+from searches with smollm2. Then what may move the numbers is changed, one cause at a time.
+"""
+
+
+def fig15_main(argv):
+    parser = _parser("fig15", FIG15, seeds=3, warmup=True)
+    return run_command("simulate fig15", _fig15, parser.parse_args(argv))
+
+
+def _fig15(args):
+    _check(args)
+    print(fig15.setting(args.seeds, args.duration, args.warmup), flush=True)
+    with SecondsProgress(fig15.num_runs() * args.seeds, args.duration) as progress:
+        result = fig15.measure(args.seeds, args.duration, args.warmup, on_step=progress)
+    fig15.print_result(result)
     return result

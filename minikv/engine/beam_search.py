@@ -77,13 +77,14 @@ class BeamSearch:
 
     live: the beams, as Requests of equal length, the best first. scores: the log-probabilities of
     their outputs. finished: (rank, BeamSearchSequence) of the best that have ended, likewise.
+    parents: for each step that was survived, of each beam the index of the one that it continues.
     """
 
     def __init__(self, core, request, params):
         self.core, self.scheduler, self.manager = core, core.scheduler, core.manager
         self.params, self.prompt = params, request
         self.live, self.scores, self.finished = [request], [0.0], []
-        self.error, self._ids = None, itertools.count(1)
+        self.parents, self.error, self._ids = [], None, itertools.count(1)
 
     @property
     def answers(self):
@@ -195,6 +196,8 @@ class BeamSearch:
                 survivors = []
         self.scores = [score for score, _, _ in survivors]
         self.live = self._continue([(parent, token) for _, parent, token in survivors])
+        if self.live:
+            self.parents.append([parent for _, parent, _ in survivors])
 
     def _rank(self, score, num_tokens):
         return score / num_tokens**self.params.length_penalty
