@@ -93,6 +93,7 @@ MODULES = {
     "minikv.simulator": 2,
     "minikv.experiments": 3,
     "minikv.workloads": 2,
+    "minikv.workloads.traces": 7,
     "minikv.kv_cache.extents": 3,
     "minikv.kv_cache.extent_base": 3,
     "minikv.kv_cache.extent_tree": 3,
