@@ -133,6 +133,7 @@ BAD = {
         mooncake(100, output_length=0): "output_length is 0",
         mooncake(100, output_length=5.5): "output_length must be a whole number, not 5.5",
         mooncake(100, output_length=None): "output_length must be a whole number, not None",
+        mooncake(100, output_length="5" * 1_000): "output_length must be .*[.][.][.]",
         mooncake(100, output_length=True): "output_length must be a whole number, not True",
         mooncake(100).replace("700", "7" * 5_000): "digits",
         mooncake(100, 1024, hash_ids=[1]): "has 1 hash_ids, but 1024 prompt tokens fill 2 blocks",

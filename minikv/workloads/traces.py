@@ -95,6 +95,8 @@ class Trace:
         with _text(self.path) as file:
             for number, line in enumerate(file, 1):
                 try:
+                    if not line.strip():
+                        raise ValueError("is blank")
                     if kind.is_csv and header is None:
                         header = _header(kind, line)
                         continue
@@ -148,7 +150,6 @@ def _short(text):
 
 
 def _json_row(line):
-    _not_blank(line)
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -158,25 +159,18 @@ def _json_row(line):
     return row
 
 
-def _not_blank(line):
-    if not line.strip():
-        raise ValueError("is blank")
-
-
 def _fields(line):
     """Each line by itself: a stray quote must not swallow the lines after it."""
     return [field.strip() for field in next(csv.reader([line.rstrip("\r\n")], strict=True), [])]
 
 
 def _header(kind, line):
-    _not_blank(line)
     if not kind.is_beginning(line):
         raise ValueError(f"is no header with {', '.join(kind.columns)}")
     return _fields(line)
 
 
 def _csv_row(header, line):
-    _not_blank(line)
     fields = _fields(line)
     if len(fields) != len(header):
         raise ValueError(f"has {len(fields)} fields, but the header has {len(header)}")
