@@ -234,7 +234,12 @@ def test_the_command_prints_the_rates_of_its_runs(tmp_path, capsys):
         assert cell in line
     assert f"{len(PROMPTS)} requests, 1 malformed rows skipped" in captured.out
     assert result["published"] is None and "Fig. 9" not in captured.out
-    assert "requests/s" in captured.out and result["twice"] < rows["inf", "lru"]["token_rate"]
+    assert "requests/s" in captured.out
+    wide = [
+        Request(f"r{i}", num_prompt_tokens=512 * len(keys) + n % B, block_hashes=keys[1::2])
+        for i, (keys, n) in enumerate(PROMPTS)
+    ]
+    assert result["twice"] == hits_run(wide, PrefixCachingKVCacheManager(1_000, 1024)).token_rate
 
 
 DAMAGED = "Expecting property name enclosed in double quotes at column 2"
@@ -247,6 +252,12 @@ def test_the_first_requests_only(tmp_path, capsys):
     result = json.loads(out.read_text())
     assert result["facts"]["num_requests"] == result["rows"][0]["num_requests"] == 7
     assert result["rows"][0]["num_blocks"] == 17 and result["twice"] is None
+    argv[3] = "inf"
+    results = []
+    for each in (path, write_trace(tmp_path / "seven.jsonl", PROMPTS[:7])):
+        assert run(capsys, *argv[:1], each, *argv[2:])[0] == 0
+        results.append(json.loads(out.read_text()))
+    assert results[0]["rows"] == results[1]["rows"] and results[0]["twice"] == results[1]["twice"]
 
 
 def test_a_capacity_beyond_all_memory_costs_none(tmp_path, capsys):
@@ -339,6 +350,7 @@ def rows_of(rates):
 def test_what_it_concludes_is_what_its_rows_say():
     rates = {
         (1024, "lru"): 10.0, (1024, "fifo"): 12.5, (2048, "lru"): 38.0, (2048, "fifo"): 37.99,
+        (4096, "lru"): 38.1, (4096, "fifo"): 38.1,
         ("inf", "lru"): 38.2, ("inf", "fifo"): 38.2,
     }  # fmt: skip
     paper = {"name": "Conversation", "cache_ratio": 40.0, "fig9": [4.5, 40.1]}
@@ -353,6 +365,7 @@ def test_what_it_concludes_is_what_its_rows_say():
     rates[2048, "lru"] = 37.0  # 97% of what infinite capacity finds: not nearly all
     result |= {"rows": rows_of(rates), "published": None}
     assert hits.conclusions(result) == [
+        said[2].replace("2,048", "4,096"),
         said[3],
         "At 2,048 tokens fifo finds most, lru least: 1.0 points apart.",
     ]
