@@ -199,7 +199,7 @@ def _mooncake(row):
             f"has {len(ids)} hash_ids, but {length} prompt tokens fill "
             f"{cdiv(length, MOONCAKE_BLOCK_SIZE)} blocks of {MOONCAKE_BLOCK_SIZE}"
         )
-    for each in ids:
+    for each in [each for each in ids if type(each) is not int or each < 0]:
         require_int("a hash id", each, at_least=0)
     if len(set(ids)) < len(ids):
         raise ValueError("names one hash id twice, but each stands for another beginning")
