@@ -108,6 +108,8 @@ class Pinned:
         self._queue_of(block).remove(block)
 
     def popleft_n(self, n) -> list:
+        if not 0 <= n <= self.num_free_blocks:
+            raise ValueError(f"{n} blocks cannot be taken: {self.num_free_blocks} are free")
         num_others = min(n, self.others.num_free_blocks)
         return self.others.popleft_n(num_others) + self.kept.popleft_n(n - num_others)
 
