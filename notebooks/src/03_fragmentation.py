@@ -1003,5 +1003,4 @@ parts = ("request", "specs", "metrics", "kv_cache/base", "kv_cache/extent_base",
          "kv_cache/extent_tree", "kv_cache/extents", "kv_cache/buddy",
          "kv_cache/contiguous", "scheduler", "workloads", "core", "simulator",
          "model/loader", "model/tiny")
-for part in viz.lines_of_minikv(parts):
-    print(f"{part.name:23} {part.num_lines:4} lines  {part.about}")
+print(*viz.lines_of_minikv(parts), sep="\n")

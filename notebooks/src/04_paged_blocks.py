@@ -1020,5 +1020,4 @@ card
 cache = ("base", "extent_base", "extent_tree", "extents", "buddy", "contiguous", "paged")
 parts = ["request", "specs", "metrics", *(f"kv_cache/{name}" for name in cache)]
 parts += ["scheduler", "workloads", "core", "simulator", "model/loader", "model/tiny"]
-for part in viz.lines_of_minikv(parts):
-    print(f"{part.name:23} {part.num_lines:4} lines  {part.about}")
+print(*viz.lines_of_minikv(parts), sep="\n")
