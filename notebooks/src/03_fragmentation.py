@@ -847,8 +847,8 @@ print("preemptions saved, with the brake:", *(f"{share:.0%}" for share in less))
 #   slide and nothing to relocate. Two requests could even share a piece. This is the paper's second
 #   reason, and the better one.
 #
-# (Our runs do not show the engineering: each kernel, each GPU of a group and each prepared launch must
-# learn the new addresses at once.)
+# (Our runs do not show the engineering: each kernel, each GPU and each prepared launch must learn the
+# new addresses at once.)
 #
 # ## 7. The padded batch of chapter 02, in this memory
 #

@@ -666,7 +666,7 @@ def tails(block_size):
 
     manager = PagedKVCacheManager(NUM_SLOTS // block_size, block_size)
     run = Simulation(Scheduler(manager, max_num_seqs=256), a100)
-    run.run(sharegpt(rate=1.5).requests(duration_s=300, seed=0), on_step=look)
+    run.run(sharegpt(rate=1.5).requests(duration_s=400, seed=0), on_step=look)
     return np.array(seen)
 
 
