@@ -112,21 +112,28 @@ class Request:
     num_computed_tokens: tokens whose keys and values lie in the pool. The token just sampled is
         not among them: the next forward pass computes it.
 
-    A request of a simulation may give `num_prompt_tokens` alone; then token_ids is None.
+    A request of a simulation may give `num_prompt_tokens` alone; then token_ids is None. What such
+    a prompt shares with others is named instead: by block_hashes or by prefix_id.
 
     token_ids: prompt and sampled tokens, or None.
     max_tokens: output tokens at most, already clipped to the engine's max_model_len.
     stop_token_ids: tokens that end the output (the model's end-of-sequence tokens among them).
     sample_index, children: sample i of n; the children wait until the parent's prompt is computed.
     token_runs: [first step, last step] for each run of consecutive steps that emitted a token.
-    num_cached_tokens: prompt tokens found in a cache at the first admission; -1 before it.
+    num_cached_tokens: tokens found in a cache at the first admission; -1 before it.
+    cache_salt: prompts share blocks only with those of the same salt.
+    block_hashes: a trace's own keys of the prompt's blocks, each of which names all before it, too.
+    prefix_id, prefix_len: the first prefix_len tokens are those of all prompts with this prefix_id.
+    block_keys: a prefix cache's memo of the keys of its full blocks.
 
-    Raises ValueError for an empty prompt or max_tokens below 1.
+    Raises ValueError for an empty prompt, max_tokens below 1, a prefix_len beyond the prompt, or
+    tokens that come with block_hashes or a prefix_id.
     """
 
     __slots__ = (
         "arrival_time",
         "block_hashes",
+        "block_keys",
         "cache_salt",
         "children",
         "error",
@@ -140,6 +147,8 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
+        "prefix_id",
+        "prefix_len",
         "request_id",
         "sample_index",
         "sampling_params",
@@ -164,6 +173,8 @@ class Request:
         sample_index=0,
         cache_salt=None,
         block_hashes=None,
+        prefix_id=None,
+        prefix_len=0,
     ):
         self.request_id = request_id
         self.token_ids = None if prompt_token_ids is None else list(prompt_token_ids)
@@ -180,6 +191,19 @@ class Request:
         self.sampling_params, self.seed, self.sample_index = sampling_params, seed, sample_index
         self.cache_salt = cache_salt
         self.block_hashes = [] if block_hashes is None else block_hashes
+        self.prefix_id = prefix_id
+        self.prefix_len = require_int(
+            f"prefix_len of request {request_id!r}",
+            prefix_len,
+            at_least=0,
+            at_most=self.num_prompt_tokens,
+        )
+        if self.token_ids is not None and (self.block_hashes or prefix_id is not None):
+            raise ValueError(
+                f"request {request_id!r} has tokens: they say what it shares, not block_hashes or "
+                "prefix_id"
+            )
+        self.block_keys = []
         self.children = []
         self.num_cached_tokens = -1
         self.num_preemptions = 0

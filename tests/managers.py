@@ -2,8 +2,10 @@
 
 from minikv.kv_cache.base import BlockCopy, KVCacheManager, cdiv
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
+from minikv.kv_cache.eviction import EVICTION
 from minikv.kv_cache.extents import FITS
 from minikv.kv_cache.paged import PagedKVCacheManager
+from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
 
 
 class MinimalManager(KVCacheManager):
@@ -85,43 +87,6 @@ class RestlessManager(MinimalManager):
         self.free_ids = places[len(held) :]
         self.origin = {target[b]: self.origin.get(b, b) for b in held}
         self.tables = {key: [target[b] for b in table] for key, table in self.tables.items()}
-
-
-class SharingManager(PagedKVCacheManager):
-    """Samples of one prompt share its full blocks; the block that both would write to is copied.
-
-    This is what reference counts are for, so that a fault in them meets content."""
-
-    def __init__(self, num_blocks, block_size):
-        super().__init__(num_blocks, block_size)
-        self.origin = {}  # request_id of a child -> the copy of its last block, until the drain
-
-    def fork(self, parent, child):
-        num_full_blocks, rest = divmod(child.num_computed_tokens, self.block_size)
-        num_new_blocks = 1 if rest else 0
-        if num_new_blocks > self.num_free_blocks:
-            return False
-        of_parent, pool = self.tables[parent.request_id], self.block_pool
-        pool.touch([pool.blocks[block_id] for block_id in of_parent[:num_full_blocks]])
-        own = [block.block_id for block in pool.get_new_blocks(num_new_blocks)]
-        self.set_table(child, of_parent[:num_full_blocks] + own)
-        if rest:
-            self.origin[child.request_id] = BlockCopy(of_parent[num_full_blocks], own[0], 1)
-        return True
-
-    def free(self, request):
-        self.origin.pop(request.request_id, None)  # nobody will read it
-        super().free(request)
-
-    def copies(self):
-        copies, self.origin = list(self.origin.values()), {}
-        return copies
-
-    def report(self, next_request=None):
-        """Shared blocks are full: the slots of each are live, and counted once."""
-        report = super().report(next_request)
-        again = sum(max(0, b.ref_cnt - 1) for b in self.block_pool.blocks) * self.block_size
-        return report._replace(live=report.live - again, free=report.free + again)
 
 
 class ScriptedManager:
@@ -217,6 +182,14 @@ def _compacting(rnd):
     return _extents(rnd, reserve, lambda *args, **options: CompactingManager(rnd, *args, **options))
 
 
+def _prefix(rnd, **options):
+    """A tiny pool, so that blocks are evicted; half of all prompts of a trace begin alike."""
+    eviction = rnd.choice(list(EVICTION))
+    return PrefixCachingKVCacheManager(
+        rnd.randint(4, 20), rnd.choice([1, 1, 2, 3, 4]), eviction=eviction, **options
+    )
+
+
 def _size(rnd):
     """(num_blocks, block_size) of a tiny pool."""
     return rnd.randint(4, 16), rnd.choice([1, 1, 2, 3, 4])
@@ -245,7 +218,8 @@ MANAGERS = {
     "paged-1": lambda rnd: PagedKVCacheManager(rnd.randint(4, 24), 1),
     "paged-3": lambda rnd: PagedKVCacheManager(rnd.randint(2, 12), 3),
     "paged-16": lambda rnd: PagedKVCacheManager(rnd.randint(1, 4), 16),
-    "paged-shared": lambda rnd: SharingManager(rnd.randint(4, 20), rnd.choice([1, 2, 3, 4])),
+    "prefix": lambda rnd: _prefix(rnd),
+    "prefix-collisions": lambda rnd: _prefix(rnd, hash_fn=lambda data: b"the same"),
     "contiguous-pow2": lambda rnd: _extents(rnd, "pow2"),
     "contiguous-double": lambda rnd: _extents(rnd, "double"),
     "contiguous-exact": lambda rnd: _extents(rnd, "exact"),

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from cut_short import AtBytecode, AtCall, Cut
-from managers import MANAGERS, ByHandManager, MinimalManager, SharingManager
+from managers import MANAGERS, ByHandManager, MinimalManager
 from oracle import VOCAB, engine, reference_of
 
 from minikv.engine import LLM
@@ -380,7 +380,7 @@ def test_any_call_of_a_manager_may_raise(monkeypatch, kind, method, error):
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_a_fork_that_fails_doubles_no_sample(monkeypatch, at):
-    core = engine(SharingManager(40, 2), max_num_seqs=9)
+    core = engine(PagedKVCacheManager(40, 2), max_num_seqs=9)
     failing(monkeypatch, core.manager, "fork", at, RuntimeError)
     finish(core, list(three(3)))
 

@@ -5,7 +5,7 @@ per request, and so no free memory that is too short for anyone. The parts and t
 those of vLLM's v1 core: `block_pool.py`, `kv_cache_utils.py`, `kv_cache_manager.py`.
 """
 
-from minikv.kv_cache.base import InvariantBroken, KVCacheManager, cdiv
+from minikv.kv_cache.base import BlockCopy, InvariantBroken, KVCacheManager, MemoryReport, cdiv
 from minikv.request import require_int
 
 
@@ -122,8 +122,11 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks):
-        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.blocks = [self.new_block(block_id) for block_id in range(num_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
+
+    def new_block(self, block_id) -> KVCacheBlock:
+        return KVCacheBlock(block_id)
 
     @property
     def num_free_blocks(self) -> int:
@@ -156,12 +159,20 @@ class BlockPool:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 unheld.append(block)
-        self.free_block_queue.append_n(unheld)
+        self.queue_free(unheld)
+
+    def queue_free(self, blocks) -> None:
+        """Blocks that nobody holds any more wait to be taken again, in this order."""
+        self.free_block_queue.append_n(blocks)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """In the order in which they will be taken. O(free blocks)."""
+        return self.free_block_queue.get_all_free_blocks()
 
     def check(self, holders) -> None:
         """holders: block_id -> the names of those who hold it. Raises InvariantBroken if a block
         is not exactly as free as that, or if the queue is torn."""
-        free = self.free_block_queue.get_all_free_blocks()
+        free = self.get_all_free_blocks()
         for block in free:
             if self.blocks[block.block_id : block.block_id + 1] != [block]:
                 raise InvariantBroken(f"the free queue has {block}, which is not of this pool")
@@ -183,6 +194,9 @@ class PagedKVCacheManager(KVCacheManager):
     """A block is taken when the tokens about to be computed reach beyond the last one, and no
     sooner: nothing is reserved, and what is wasted is the rest of each request's last block.
 
+    Samples of one prompt share its blocks (chapter 7): fork() gives the child its parent's blocks,
+    and a last block that is only partly the child's is copied by whoever writes to it first.
+
     max_model_len: slots of one request at most; None for all of the pool. Tables are lists of
     block ids that grow in place.
     """
@@ -192,7 +206,12 @@ class PagedKVCacheManager(KVCacheManager):
         if max_model_len is None:
             max_model_len = self.num_blocks * self.block_size
         self.max_model_len = require_int("max_model_len", max_model_len, at_least=1)
-        self.block_pool = BlockPool(self.num_blocks)
+        self.block_pool = self._new_pool()
+        self._forked_tails = set()  # block ids that a fork has shared in the middle of a block
+        self._origins = {}  # block_id -> where its content was when copies() was last drained
+
+    def _new_pool(self):
+        return BlockPool(self.num_blocks)
 
     @property
     def num_free_blocks(self):
@@ -215,25 +234,132 @@ class PagedKVCacheManager(KVCacheManager):
         # Tokens counted: those with K and V after this step. The one sampled at its end is not.
         num_tokens = request.num_computed_tokens + num_new_tokens
         num_slots = len(table) * self.block_size
-        if num_tokens <= num_slots and must_fit_tokens <= num_slots:
+        if num_tokens <= num_slots and must_fit_tokens <= num_slots and not self._forked_tails:
             return table  # most decode steps end here
         if num_cached_tokens:
-            raise ValueError(f"num_cached_tokens is {num_cached_tokens}, but nothing is cached")
-        num_new_blocks = max(0, cdiv(num_tokens, self.block_size) - len(table))
-        must_fit_blocks = cdiv(must_fit_tokens, self.block_size) - len(table)
-        if max(num_new_blocks, must_fit_blocks) + keep_free_blocks > self.num_free_blocks:
+            return self._admit_with_hit(
+                request,
+                num_tokens + num_cached_tokens,
+                num_cached_tokens,
+                must_fit_tokens,
+                keep_free_blocks,
+            )
+        tail = self._forked_tail(request, table)  # a block that it may have to copy first
+        num_copies = int(tail is not None and tail.ref_cnt > 1)
+        num_new_blocks = max(0, cdiv(num_tokens, self.block_size) - len(table)) + num_copies
+        must_fit_blocks = cdiv(must_fit_tokens, self.block_size) - len(table) + num_copies
+        num_needed = max(num_new_blocks, must_fit_blocks)
+        if num_needed > 0 and num_needed + keep_free_blocks > self.num_obtainable_blocks(request):
             return None
         blocks = self.block_pool.get_new_blocks(num_new_blocks)
         if not table:
             table = self.set_table(request, [])
+        if tail is not None:
+            self._make_own(table, tail, blocks)
         table += [block.block_id for block in blocks]
         return table
+
+    def num_obtainable_blocks(self, request):
+        """Free blocks that this request may take now."""
+        return self.num_free_blocks
+
+    def _admit_with_hit(self, request, num_tokens, num_cached_tokens, must_fit, keep_free):
+        raise ValueError(f"num_cached_tokens is {num_cached_tokens}, but nothing is cached")
+
+    # -- forks and copy-on-write (the paper's section 4.4) -----------------------------------
+
+    def fork(self, parent, child):
+        """The child names the blocks that hold its num_computed_tokens first tokens, one holder
+        more for each. Nothing is copied now: a tail that both will write to is copied by the first
+        of them, in allocate_slots, and the last holder writes in place.
+
+        Raises ValueError where the child holds a table already, or counts more computed tokens
+        than its parent."""
+        of_parent = self.tables.get(parent.request_id)
+        if of_parent is None:
+            return False
+        if child.request_id in self.tables:
+            raise ValueError(f"request {child.request_id!r} has a table: it cannot be a fork")
+        if child.num_computed_tokens > parent.num_computed_tokens:
+            raise ValueError(
+                f"request {child.request_id!r} counts {child.num_computed_tokens} computed tokens, "
+                f"but its parent has {parent.num_computed_tokens}"
+            )
+        table = list(of_parent[: cdiv(child.num_computed_tokens, self.block_size)])
+        self.block_pool.touch([self.block_pool.blocks[block_id] for block_id in table])
+        if child.num_computed_tokens % self.block_size:
+            self._forked_tails.add(table[-1])
+        self.set_table(child, table)
+        return True
+
+    def _forked_tail(self, request, table):
+        """The block that the first new token goes to, if a fork has shared it; else None."""
+        place = request.num_computed_tokens // self.block_size
+        if self._forked_tails and place < len(table) and table[place] in self._forked_tails:
+            return self.block_pool.blocks[table[place]]
+        return None
+
+    def _make_own(self, table, tail, new_blocks):
+        """Copy-on-write: while others hold the tail, a new block takes its place in the table."""
+        if tail.ref_cnt > 1:
+            own = new_blocks.pop()
+            self._origins[own.block_id] = self._origins.get(tail.block_id, tail.block_id)
+            table[table.index(tail.block_id)] = own.block_id
+            self.block_pool.free_blocks([tail])
+        else:
+            self._forked_tails.discard(tail.block_id)
+
+    def copies(self):
+        origins, self._origins = self._origins, {}
+        return [BlockCopy(src, dst, 1) for dst, src in origins.items()]
 
     def free(self, request):
         """Tail first: once blocks are shared (chapter 7), the head of a sequence is what others
         most likely have in common with it, and the free queue should keep it longest."""
-        blocks, table = self.block_pool.blocks, self.drop_table(request)
-        self.block_pool.free_blocks([blocks[block_id] for block_id in reversed(table)])
+        blocks = [self.block_pool.blocks[block_id] for block_id in self.drop_table(request)]
+        self.block_pool.free_blocks(blocks[::-1])
+        if self._origins or self._forked_tails:
+            unheld = {block.block_id for block in blocks if not block.ref_cnt}
+            self._forked_tails -= unheld
+            for block_id in unheld & self._origins.keys():
+                del self._origins[block_id]  # nobody will read the copy
+
+    # -- what an observer reads ----------------------------------------------------------------
+
+    def report(self, next_request=None):
+        """A slot that several requests share is counted once: live where any of them wrote it."""
+        B = self.block_size
+        written, usable = {}, {}  # of the blocks that a request has not filled: slots of each
+        for request_id, request in self.requests.items():
+            table = self.tables[request_id]
+            for place in range(request.num_live_tokens // B, len(table)):
+                block_id, start = table[place], place * B
+                live = min(B, max(0, request.num_live_tokens - start))
+                may_use = min(B, max(live, request.max_live_tokens - start))
+                written[block_id] = max(written.get(block_id, 0), live)
+                usable[block_id] = max(usable.get(block_id, 0), may_use)
+        shared = self._forked_tails & written.keys()
+        if shared:  # until one of them writes: another holder may have filled it
+            for request_id, request in self.requests.items():
+                for block_id in self.tables[request_id][: request.num_live_tokens // B]:
+                    if block_id in shared:
+                        written[block_id] = usable[block_id] = B
+        num_in_use = self.num_blocks - self.num_free_blocks
+        reserved = sum(usable.values()) - sum(written.values())
+        internal = len(usable) * B - sum(usable.values())
+        cached = self.num_cached_free_blocks * B
+        return MemoryReport(
+            live=num_in_use * B - reserved - internal,
+            reserved=reserved,
+            internal=internal,
+            cached=cached,
+            free=self.num_free_blocks * B - cached,
+        )
+
+    @property
+    def num_cached_free_blocks(self):
+        """Free blocks whose content could be found again."""
+        return 0
 
     def check(self):
         """The invariants: a table's blocks exist, are not repeated, and are enough for the tokens

@@ -1,0 +1,274 @@
+"""Prefix caching: a full block is found again by what it holds and all that stands before it.
+
+Keys and values at a position depend on every token up to it. So a block's key is chained: a digest
+of its parent's key and its own tokens, and equal keys mean an equal history. Names and parts are
+those of vLLM's v1 core (`BlockHash`, `cached_block_hash_to_block`); two things go further. A hit is
+compared, not believed: tokens, salt and the parent's publication, so that a collision of digests
+costs a miss and never a wrong answer. And a publication has a number that is never used again, so
+that "the parent" cannot be another block that took its place. The books of the blocks themselves
+are in `block_cache.py`, the order in which they are given up in `eviction.py`.
+"""
+
+from array import array
+from hashlib import sha256
+
+from minikv.kv_cache.base import InvariantBroken, cdiv
+from minikv.kv_cache.block_cache import CachingBlockPool
+from minikv.kv_cache.eviction import EVICTION, Pinned
+from minikv.kv_cache.paged import PagedKVCacheManager
+from minikv.request import require_int
+
+
+def contents(token_ids, block_size) -> list[bytes]:
+    """The tokens of each block as bytes, four for a token."""
+    try:
+        data = array("I", token_ids).tobytes()
+    except OverflowError:  # below 0, or beyond 32 bits: no vocabulary, but a test may
+        blocks = range(0, len(token_ids), block_size)
+        return [repr(token_ids[at : at + block_size]).encode() for at in blocks]
+    width = block_size * array("I").itemsize
+    return [data[at : at + width] for at in range(0, len(data), width)]
+
+
+def digest(data: bytes) -> bytes:
+    """The key of a block from its parent's key and its tokens: nobody finds two that are equal,
+    whatever they put into their prompts (Python's own `hash` of integers is easily steered)."""
+    return sha256(data).digest()
+
+
+class PrefixCachingKVCacheManager(PagedKVCacheManager):
+    """Paged blocks, of which the full ones are found again by whoever has the same beginning.
+
+    A published block never changes: a forked tail that is written to is copied while others hold
+    it, and unpublished where the writer is the last. Blocks that nobody holds stay findable until
+    they are taken for something else. A whole prompt that is found is cut by a block, so that at
+    least its last token is left to run.
+
+    eviction: "lru" (the default), "fifo", "lfu", "pinned" (see pin), or a class with the methods of
+        the free queue.
+    max_pinned_blocks: how many blocks pin() may name at most; by default a quarter of the pool.
+    hash_fn: bytes -> bytes, for tests of collisions.
+
+    num_evictions: cached blocks that were taken for something else.
+    """
+
+    def __init__(
+        self,
+        num_blocks,
+        block_size,
+        *,
+        max_model_len=None,
+        eviction="lru",
+        max_pinned_blocks=None,
+        hash_fn=digest,
+    ):
+        if isinstance(eviction, str) and eviction not in EVICTION:
+            raise ValueError(f"eviction is {eviction!r}; known: {', '.join(EVICTION)}")
+        self._order = EVICTION[eviction] if isinstance(eviction, str) else eviction
+        self._pins = getattr(self, "_pins", set())  # they outlive a reset()
+        super().__init__(num_blocks, block_size, max_model_len=max_model_len)
+        if max_pinned_blocks is None:
+            max_pinned_blocks = self.num_blocks // 4
+        self.max_pinned_blocks = require_int("max_pinned_blocks", max_pinned_blocks, at_least=0)
+        self.hash_fn = hash_fn
+        self._published = {}  # request_id -> (full blocks looked at, the last of them in the map)
+
+    def _new_pool(self):
+        order = self._order()
+        if isinstance(order, Pinned):
+            order.pinned = self._pins
+        return CachingBlockPool(self.num_blocks, order)
+
+    @property
+    def num_free_blocks(self):
+        pool = self.block_pool
+        return pool.free_block_queue.num_free_blocks + pool.cached_free.num_free_blocks
+
+    @property
+    def num_cached_free_blocks(self):
+        return self.block_pool.cached_free.num_free_blocks
+
+    @property
+    def num_evictions(self):
+        return self.block_pool.num_evictions
+
+    # -- keys --------------------------------------------------------------------------------
+
+    def block_keys(self, request, num_blocks):
+        """The keys of the request's first num_blocks full blocks, or of more; they are remembered
+        on it, so that each is computed once, however often it is asked for. Tokens counted: known
+        ones."""
+        keys = request.block_keys
+        num_blocks = min(num_blocks, request.num_tokens // self.block_size)  # full ones only
+        if len(keys) < num_blocks:
+            if request.token_ids is None:
+                self._extend_without_tokens(request, keys, num_blocks)
+            else:
+                self._extend(request, keys, num_blocks)
+        return keys
+
+    def _extend(self, request, keys, num_blocks):
+        B, hash_fn, start = self.block_size, self.hash_fn, len(keys)
+        salt = None if keys else request.cache_salt  # in the first key, and so in all that follow
+        parent = keys[-1][0] if keys else b"" if salt is None else repr(salt).encode()
+        for content in contents(request.token_ids[start * B : num_blocks * B], B):
+            parent = hash_fn(parent + content)
+            keys.append((parent, content))
+        if salt is not None and keys:
+            keys[0] = keys[0][0], (keys[0][1], salt)
+
+    def _extend_without_tokens(self, request, keys, num_blocks):
+        """A simulated request names its beginning: by the keys of a trace, or by prefix_id. What
+        comes after that is like nobody else's."""
+        named = request.block_hashes[: request.num_prompt_tokens // self.block_size]
+        shared = request.prefix_len // self.block_size
+        for i in range(len(keys), num_blocks):
+            if i < len(named):
+                name = named[i]
+            elif i < shared:
+                name = (request.cache_salt, request.prefix_id, i)
+            else:
+                name = (request, i)
+            keys.append((name, None))
+
+    # -- looking up, and taking ----------------------------------------------------------------
+
+    def find_longest_cache_hit(self, request, num_blocks):
+        """The published blocks of its first num_blocks, up to the first that is not there."""
+        found, parent, cached = [], 0, self.block_pool.cached_blocks
+        for key in self.block_keys(request, num_blocks)[:num_blocks]:
+            block = cached.get(key[0])
+            if block is None or block.parent != parent or block.key != key:
+                break
+            found.append(block)
+            parent = block.publication
+        return found
+
+    def get_num_cached_tokens(self, request):
+        # The last known token must be run for its logits: it is never part of a hit.
+        num_blocks = (request.num_tokens - 1) // self.block_size
+        return len(self.find_longest_cache_hit(request, num_blocks)) * self.block_size
+
+    def _admit_with_hit(self, request, num_tokens, num_cached_tokens, must_fit, keep_free):
+        num_hit_blocks = num_cached_tokens // self.block_size
+        hit = self.find_longest_cache_hit(request, num_hit_blocks)
+        if len(hit) * self.block_size != num_cached_tokens or request.request_id in self.tables:
+            raise ValueError(
+                f"num_cached_tokens is {num_cached_tokens}, but {len(hit)} blocks of "
+                f"{self.block_size} are found for request {request.request_id!r}"
+            )
+        num_new_blocks = cdiv(num_tokens, self.block_size) - len(hit)
+        num_needed = max(num_new_blocks, cdiv(must_fit, self.block_size) - len(hit))
+        if num_needed + keep_free > self.num_obtainable_blocks(request, hit):
+            return None
+        self.block_pool.touch(hit)
+        for block in hit:
+            block.num_hits += 1
+        hit_ids = [block.block_id for block in hit]
+        new_ids = [block.block_id for block in self.block_pool.get_new_blocks(num_new_blocks)]
+        self._published[request.request_id] = len(hit), hit[-1], hit[-1].publication
+        return self.set_table(request, hit_ids + new_ids)
+
+    def cache_blocks(self, request):
+        # Tokens counted: those whose K and V are written. A block is full when all of its are.
+        num_full_blocks = request.num_computed_tokens // self.block_size
+        num_done, last, publication = self._published.get(request.request_id, (0, None, 0))
+        if num_full_blocks <= num_done:
+            return
+        pool, table = self.block_pool, self.tables[request.request_id]
+        keys = self.block_keys(request, num_full_blocks)
+        if last is not None and (last.key is None or last.publication != publication):
+            num_done = 0  # another's copy of our beginning was evicted: from now on it is ours
+        parent = publication if num_done else 0
+        for key, block_id in zip(
+            keys[num_done:num_full_blocks], table[num_done:num_full_blocks], strict=True
+        ):
+            block = pool.cached_blocks.get(key[0])
+            if block is None or block.parent != parent or block.key != key:
+                if block is not None:
+                    pool.unpublish(block)  # a collision, or its parent is gone: nobody finds it
+                block = pool.blocks[block_id]
+                if block.key is not None:
+                    pool.unpublish(block)
+                pool.publish(block, key, parent)
+            parent = block.publication
+        self._published[request.request_id] = num_full_blocks, block, parent
+
+    def free(self, request):
+        self._published.pop(request.request_id, None)
+        super().free(request)
+
+    def fork(self, parent, child):
+        shared = super().fork(parent, child)
+        if shared and child.token_ids is None and not child.block_keys:
+            child.block_keys = parent.block_keys[: child.num_computed_tokens // self.block_size]
+        return shared
+
+    def _make_own(self, table, tail, new_blocks):
+        if tail.ref_cnt == 1 and tail.key is not None:
+            self.block_pool.unpublish(tail)
+        super()._make_own(table, tail, new_blocks)
+
+    # -- pins ----------------------------------------------------------------------------------
+
+    def pin(self, request) -> int:
+        """Keeps the full blocks of the request's prompt, whenever they are computed, from whoever
+        would evict them, and returns their number. The request itself need never be served.
+
+        Kept blocks yield when nothing else can run: to a request that alone holds blocks.
+        Raises ValueError without eviction="pinned", and beyond max_pinned_blocks."""
+        return self._set_pins(self._pins | self._digests(request))
+
+    def unpin(self, request) -> int:
+        """Its blocks, even those that another pinned prompt begins with, are cached as any other.
+        Returns the number of blocks still pinned."""
+        return self._set_pins(self._pins - self._digests(request))
+
+    def _digests(self, request):
+        num_blocks = request.num_prompt_tokens // self.block_size
+        return {key[0] for key in self.block_keys(request, num_blocks)[:num_blocks]}
+
+    def _set_pins(self, digests):
+        order = self.block_pool.cached_free
+        if not isinstance(order, Pinned):
+            raise ValueError(
+                f"eviction by {type(order).__name__} keeps no pins: make the manager with "
+                'eviction="pinned"'
+            )
+        if len(digests) > self.max_pinned_blocks:
+            raise ValueError(
+                f"{len(digests)} blocks would be pinned, but max_pinned_blocks is "
+                f"{self.max_pinned_blocks} of the pool's {self.num_blocks}"
+            )
+        waiting = order.get_all_free_blocks()
+        for block in waiting:
+            order.remove(block)
+        self._pins = order.pinned = digests
+        order.append_n(waiting)
+        return len(digests)
+
+    def num_obtainable_blocks(self, request, hit=()):
+        order = self.block_pool.cached_free
+        num_free = self.num_free_blocks - sum(block.ref_cnt == 0 for block in hit)
+        if not isinstance(order, Pinned) or not self.tables.keys() - {request.request_id}:
+            return num_free
+        num_hit = sum(block.ref_cnt == 0 and block.key[0] in order.pinned for block in hit)
+        return num_free - (order.kept.num_free_blocks - num_hit)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all that is cached. False, and nothing changes, while a request holds blocks."""
+        if self.tables:
+            return False
+        for block in self.block_pool.cached_free.get_all_free_blocks():
+            self.block_pool.unpublish(block)
+        return True
+
+    def check(self):
+        """As above, and: a block is in the map of keys exactly if it has that key, and waits in
+        the queue of cached blocks exactly if it has a key and no holder."""
+        super().check()
+        unknown = self._published.keys() - self.tables.keys()
+        if unknown:
+            raise InvariantBroken(
+                f"published blocks are counted for {min(unknown)!r}, without table"
+            )
