@@ -65,10 +65,17 @@ TARGETS = {  # function -> its module
     "Scheduler._fan_out": SCHEDULER,
     "Scheduler.finish": SCHEDULER,
     "Scheduler.recover": SCHEDULER,
+    "Scheduler._mark": SCHEDULER,
+    "Scheduler._forget": SCHEDULER,
+    "StaticScheduler.schedule": STATIC,
+    "StaticScheduler._form_batch": STATIC,
+    "StaticScheduler.update": STATIC,
     "StaticScheduler._fan_out": STATIC,
+    "StaticScheduler.finish": STATIC,
+    "StaticScheduler._leave": STATIC,
+    "StaticScheduler.recover": STATIC,
     "EngineCore.step": CORE,
 }
-PLANTED_ONLY = ("Scheduler.recover", "StaticScheduler._fan_out")  # nothing is generated from them
 UNIT_TESTS = {  # the tests of a module that need no more than minikv's accounting
     PAGED: ("test_paged", "test_prefix"),
     CONTIGUOUS: ("test_contiguous", "test_relocation"),
@@ -288,8 +295,7 @@ def mutants() -> dict[str, Mutant]:
     """All, by id, in the order of TARGETS and of the text; then the planted ones."""
     found = {}
     for target in TARGETS:
-        generated = () if target in PLANTED_ONLY else _mutations(find(target)[-1])
-        for text, tree in generated:
+        for text, tree in _mutations(find(target)[-1]):
             _put(found, f"{target}: {text}", target, tree)
     for name, target, old, new in PLANTED:
         _, _, source, original = find(target)
@@ -455,14 +461,16 @@ def planted(mutant=None):
 def fuzz(mutant, max_traces=MAX_TRACES):
     """(number of traces until the first failure, its message); (None, "") for a survivor.
 
-    Each manager that runs the code in turn; every fourth trace is one of static batches.
+    Each manager that runs the code in turn; every fourth trace is one of static batches, and
+    where the code is theirs every one.
     """
+    is_static = mutant is not None and TARGETS[mutant.target] == STATIC
     names = MANAGERS_OF.get(TARGETS[mutant.target] if mutant else None, list(MANAGERS))
     totals = {}
     with planted(mutant):
         for i in range(max_traces):
             name, seed = names[i % len(names)], i // len(names)
-            scheduler = StaticScheduler if seed % 4 == 3 else Scheduler
+            scheduler = StaticScheduler if is_static or seed % 4 == 3 else Scheduler
             TICKS.left = LOOP_LIMIT
             try:
                 counts = test_fuzz.Trace(name, seed, scheduler).run()
