@@ -127,9 +127,9 @@ PLANTED = [
             "if num_tokens <= num_slots and must_fit_tokens <= num_slots and not self._forked_tails:",
             "if table and request.num_tokens % self.block_size:"),
     Planted("refusal after a change", "PagedKVCacheManager.allocate_slots",
-            "        if num_needed > 0 and",
+            "        if num_needed +",
             "        table = table or self.set_table(request, [])\n"
-            "        if num_needed > 0 and"),
+            "        if num_needed +"),
     Planted("freed head first", "PagedKVCacheManager.free", "blocks[::-1]", "blocks"),
     Planted("double free", "PagedKVCacheManager.free", "blocks[::-1]",
             "blocks[::-1] * 2"),

@@ -249,7 +249,7 @@ class PagedKVCacheManager(KVCacheManager):
         num_new_blocks = max(0, cdiv(num_tokens, self.block_size) - len(table)) + num_copies
         must_fit_blocks = cdiv(must_fit_tokens, self.block_size) - len(table) + num_copies
         num_needed = max(num_new_blocks, must_fit_blocks)
-        if num_needed > 0 and num_needed + keep_free_blocks > self.num_obtainable_blocks(request):
+        if num_needed + keep_free_blocks > self.num_obtainable_blocks(request):
             return None
         blocks = self.block_pool.get_new_blocks(num_new_blocks)
         if not table:
