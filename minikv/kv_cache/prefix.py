@@ -8,6 +8,7 @@ costs a miss and never a wrong answer. And a publication has a number that is ne
 that "the parent" cannot be another block that took its place.
 """
 
+import struct
 from array import array
 from hashlib import sha256
 
@@ -17,15 +18,15 @@ from minikv.kv_cache.paged import BlockPool, KVCacheBlock, PagedKVCacheManager
 from minikv.request import require_int
 
 
-def contents(token_ids, block_size) -> list[bytes]:
-    """The tokens of each block as bytes, four for a token."""
+def contents(token_ids, block_size) -> tuple[bytes, ...]:
+    """The tokens of each full block as bytes, four for a token."""
+    num_blocks = len(token_ids) // block_size
     try:
-        data = array("I", token_ids).tobytes()
+        data = array("I", token_ids)
     except OverflowError:  # below 0, or beyond 32 bits: no vocabulary, but a test may
-        blocks = range(0, len(token_ids), block_size)
-        return [repr(token_ids[at : at + block_size]).encode() for at in blocks]
-    width = block_size * array("I").itemsize
-    return [data[at : at + width] for at in range(0, len(data), width)]
+        starts = range(0, num_blocks * block_size, block_size)
+        return tuple(repr(token_ids[at : at + block_size]).encode() for at in starts)
+    return struct.unpack_from(f"{block_size * data.itemsize}s" * num_blocks, data)
 
 
 def digest(data: bytes) -> bytes:
@@ -56,13 +57,13 @@ class CachingBlockPool(BlockPool):
     is lost with them.
 
     cached_blocks: published blocks by digest. num_evictions: published blocks taken for something
-    else.
+    else. num_unpublished: publications that ended, by that or otherwise.
     """
 
     def __init__(self, num_blocks, cached_free):
         super().__init__(num_blocks)
         self.cached_blocks, self.cached_free = {}, cached_free
-        self.num_evictions, self.num_publications = 0, 0
+        self.num_evictions = self.num_publications = self.num_unpublished = 0
 
     def new_block(self, block_id):
         return CachedBlock(block_id)
@@ -84,6 +85,7 @@ class CachingBlockPool(BlockPool):
             del self.cached_blocks[block.key[0]]
             block.key, block.ref_cnt = None, 1
         self.num_evictions += len(evicted)
+        self.num_unpublished += len(evicted)
         return blocks + evicted
 
     def touch(self, blocks):
@@ -93,10 +95,11 @@ class CachingBlockPool(BlockPool):
             block.ref_cnt += 1
 
     def queue_free(self, blocks):
-        with_key = [block for block in blocks if block.key]
-        if len(with_key) < len(blocks):
-            self.free_block_queue.append_n([block for block in blocks if not block.key])
-        self.cached_free.append_n(with_key)
+        without_key = [block for block in blocks if block.key is None]
+        if without_key:
+            self.free_block_queue.append_n(without_key)
+            blocks = [block for block in blocks if block.key]
+        self.cached_free.append_n(blocks)
 
     def get_all_free_blocks(self):
         return super().get_all_free_blocks() + self.cached_free.get_all_free_blocks()
@@ -114,6 +117,7 @@ class CachingBlockPool(BlockPool):
             self.cached_free.remove(block)
         del self.cached_blocks[block.key[0]]
         block.key = None
+        self.num_unpublished += 1
         if block.ref_cnt == 0:
             self.free_block_queue.append(block)
 
@@ -167,6 +171,7 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
         self.max_pinned_blocks = require_int("max_pinned_blocks", max_pinned_blocks, at_least=0)
         self.hash_fn = hash_fn
         self._published = {}  # request_id -> (full blocks looked at, the last of them in the map)
+        self._last_found = None, 0, []  # the last question's request, num_unpublished, and answer
 
     def _new_pool(self):
         return CachingBlockPool(self.num_blocks, self._order())
@@ -237,11 +242,20 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
     def get_num_cached_tokens(self, request):
         # The last known token must be run for its logits: it is never part of a hit.
         num_blocks = (request.num_tokens - 1) // self.block_size
-        return len(self.find_longest_cache_hit(request, num_blocks)) * self.block_size
+        hit = self.find_longest_cache_hit(request, num_blocks)
+        self._last_found = request, self.block_pool.num_unpublished, hit
+        return len(hit) * self.block_size
+
+    def _find_again(self, request, num_blocks):
+        """Admission follows the question, whose answer holds unless a publication has ended."""
+        last_request, num_unpublished, hit = self._last_found
+        still_holds = num_unpublished == self.block_pool.num_unpublished
+        if last_request is request and still_holds and num_blocks <= len(hit):
+            return hit[:num_blocks]
+        return self.find_longest_cache_hit(request, num_blocks)
 
     def _admit_with_hit(self, request, num_tokens, num_cached_tokens, must_fit, keep_free):
-        num_hit_blocks = num_cached_tokens // self.block_size
-        hit = self.find_longest_cache_hit(request, num_hit_blocks)
+        hit = self._find_again(request, num_cached_tokens // self.block_size)
         if len(hit) * self.block_size != num_cached_tokens or request.request_id in self.tables:
             raise ValueError(
                 f"num_cached_tokens is {num_cached_tokens}, but {len(hit)} blocks of "
@@ -249,7 +263,7 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
             )
         num_new_blocks = cdiv(num_tokens, self.block_size) - len(hit)
         num_needed = max(num_new_blocks, cdiv(must_fit, self.block_size) - len(hit))
-        num_idle = sum(block.ref_cnt == 0 for block in hit)  # free until now, and not from now on
+        num_idle = [block.ref_cnt for block in hit].count(0)  # free until now, not from now on
         if num_needed + num_idle + keep_free > self.num_obtainable_blocks(request):
             return None
         self.block_pool.touch(hit)
@@ -267,6 +281,7 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
         if num_full_blocks <= num_done:
             return
         pool, table = self.block_pool, self.tables[request.request_id]
+        cached, blocks = pool.cached_blocks, pool.blocks
         keys = self.block_keys(request, num_full_blocks)
         if last is not None and (last.key is None or last.publication != publication):
             num_done = 0  # another's copy of our beginning was evicted: from now on it is ours
@@ -274,11 +289,11 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
         for key, block_id in zip(
             keys[num_done:num_full_blocks], table[num_done:num_full_blocks], strict=True
         ):
-            block = pool.cached_blocks.get(key[0])
+            block = cached.get(key[0])
             if block is None or block.parent != parent or block.key != key:
                 if block is not None:
                     pool.unpublish(block)  # a collision, or its parent is gone: nobody finds it
-                block = pool.blocks[block_id]
+                block = blocks[block_id]
                 if block.key is not None:
                     pool.unpublish(block)
                 pool.publish(block, key, parent)
