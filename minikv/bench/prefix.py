@@ -241,10 +241,9 @@ def report_engine(share, first):
         f"{share['share']:.2%} (goal: less than {SHARE_GOAL:.0%})."
     )
     print(
-        f"\nTime to the first token, {SHARED_TOKENS} shared and {OWN_TOKENS} own tokens: "
-        f"{first['miss_s'] * 1e3:.0f} ms, and {first['hit_s'] * 1e3:.0f} ms\nwith the hit of "
-        f"{first['skipped_tokens']:.0f}: {first['saved']:.0%} saved, where {first['predicted']:.0%} "
-        "of the tokens are skipped. That is\n"
-        f"{first['saved_of_predicted']:.0%} of what they predict "
-        f"(goal: at least {SAVING_GOAL:.0%})."
+        f"\nTime to the first token of {SHARED_TOKENS} shared and {OWN_TOKENS} own tokens: "
+        f"{first['miss_s'] * 1e3:.0f} ms; with a hit\nof {first['skipped_tokens']:.0f}, "
+        f"{first['hit_s'] * 1e3:.0f} ms. That is {first['saved']:.0%} less, where "
+        f"{first['predicted']:.0%} of the tokens are skipped:\n{first['saved_of_predicted']:.0%} "
+        f"of what they predict (goal: at least {SAVING_GOAL:.0%})."
     )
