@@ -61,7 +61,7 @@ def main(argv):
 
 def _parser(name, is_named, options):
     text = BENCHES[name][1]
-    lines = [f"  bench {each:11} {line}" for each, (_, line, _) in BENCHES.items()]
+    lines = [f"  bench {each:12} {line}" for each, (_, line, _) in BENCHES.items()]
     parser = argparse.ArgumentParser(
         prog=f"python -m minikv bench {name}" if is_named else "python -m minikv bench",
         description=DESCRIPTION if name == "throughput" else f"Measures {text}.",
@@ -247,6 +247,20 @@ def _prefix_in_engine(args):
     return {"zero_hits": share, "ttft": first, "model": settings.model}
 
 
+def _differential(args):
+    if args.vllm_python is None:
+        raise ValueError(
+            "differential compares with vLLM: --vllm-python says where it is installed"
+        )
+    from minikv.bench import differential
+
+    stream = differential.make_stream()
+    version, rows = differential.compare(stream, args.vllm_python)
+    differential.report(version, stream, rows)
+    status = "failed" if differential.num_unexplained(rows) else "passed"
+    return {"rows": rows, "vllm": version, "status": status}
+
+
 def _viz(args):
     from minikv.bench import machine, viz
 
@@ -292,6 +306,11 @@ BENCHES = {
         _prefix,
         "the prefix cache: the life of a prompt in the books, without a hit and with a full one",
         ("rounds", "vllm-python", "ttft", *_ENGINE),
+    ),
+    "differential": (
+        _differential,
+        "whether our prefix cache and vLLM's decide alike, step by step, and why where they do not",
+        ("vllm-python",),
     ),
     "viz": (_viz, "the time from a slider of chapter 03's widget to a picture", ("rounds",)),
     "kernel": (
