@@ -177,9 +177,12 @@ def report(version, stream, rows):
     print()
     for name, what in REASONS.items():
         print(f"{name:8} {what}")
+    print(
+        "Once a hit differs, a request gets room sooner or later: the steps after it differ, too.\n"
+    )
     left = num_unexplained(rows)
     print(
-        "\nWithout these reasons the two are equal in every step."
+        "Without these reasons the two are equal in every step."
         if left == 0
-        else f"\n{left:,} steps differ, and no reason says why."
+        else f"{left:,} steps differ, and no reason says why."
     )

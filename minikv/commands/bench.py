@@ -101,7 +101,7 @@ OPTIONS = {
     "max-num-seqs": {"type": int, "default": 16, "metavar": "N", "help": "default: 16"},
     "ttft": {
         "action": "store_true",
-        "help": "also what the cache costs and saves in the engine, under a minute on two cores",
+        "help": "also what the cache costs and saves in the engine, about a minute on two cores",
     },
     "dry-run": {"action": "store_true", "help": argparse.SUPPRESS},
 }
