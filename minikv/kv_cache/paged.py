@@ -316,7 +316,8 @@ class PagedKVCacheManager(KVCacheManager):
     def free(self, request):
         """Tail first: once blocks are shared (chapter 7), the head of a sequence is what others
         most likely have in common with it, and the free queue should keep it longest."""
-        blocks = [self.block_pool.blocks[block_id] for block_id in self.drop_table(request)]
+        of_pool = self.block_pool.blocks
+        blocks = [of_pool[block_id] for block_id in self.drop_table(request)]
         self.block_pool.free_blocks(blocks[::-1])
         if self._origins or self._forked_tails:
             unheld = {block.block_id for block in blocks if not block.ref_cnt}
