@@ -18,6 +18,7 @@ from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
 from minikv.model.loader import load
+from minikv.observe.steps import record
 from minikv.request import SamplingParams
 
 TOO_CLOSE = 1e-4  # sums of log-probabilities nearer than this may swap places by rounding alone
@@ -238,6 +239,24 @@ def test_a_prompt_is_found_in_the_prefix_cache_and_put_there(tiny):
     [output] = llm.generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
     assert output.num_cached_tokens == 28
     llm.manager.check()
+
+
+def test_salted_prompts_share_with_their_own_only(tiny):
+    llm = LLM(tiny, kv_cache_manager=MANAGERS["prefix"]())
+    prompt, params = list(range(30)), BeamSearchParams(2, 2)
+    llm.beam_search(prompt, params, cache_salt="a")
+    for salt, num_cached_tokens in ((None, 0), ("b", 0), ("a", 28)):
+        [output] = llm.generate(
+            prompt, SamplingParams(max_tokens=1), use_tqdm=False, cache_salt=salt
+        )
+        assert output.num_cached_tokens == num_cached_tokens
+
+
+def test_recorded_steps_may_be_a_searchs(tiny):
+    llm = LLM(tiny, num_gpu_blocks_override=100)
+    recorder = record(llm.core)
+    llm.beam_search([1, 2, 3], BeamSearchParams(2, 3))
+    assert [len(step) for step in recorder.steps] == [1, 2, 2]
 
 
 # -- what is asked for ----------------------------------------------------------------------------

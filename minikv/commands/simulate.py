@@ -41,6 +41,10 @@ EXPERIMENTS = {
         "minikv.commands.experiments:fig15_main",
         "the blocks that samples and beams save by sharing (PagedAttention)",
     ),
+    "hits": (
+        "minikv.commands.experiments:hits_main",
+        "hit rate against capacity, on a trace (Mooncake)",
+    ),
 }
 
 THIS_MACHINE = "this-machine"

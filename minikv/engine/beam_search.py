@@ -37,9 +37,9 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(desk, prompts, params) -> list[BeamSearchOutput]:
+def beam_search(desk, prompts, params, cache_salt=None) -> list[BeamSearchOutput]:
     """The params.beam_width best answers to one prompt or to each of a list; outputs come in the
-    prompts' order. prompts: as generate() takes them. params: a BeamSearchParams.
+    prompts' order. prompts, cache_salt: as generate() takes them. params: a BeamSearchParams.
 
     Requests of add_request keep their blocks and stand still meanwhile: the search has only what
     is free. A manager that cannot fork has each new beam computed from its first token.
@@ -51,7 +51,7 @@ def beam_search(desk, prompts, params) -> list[BeamSearchOutput]:
     if not isinstance(params, BeamSearchParams):
         raise TypeError(f"params must be a BeamSearchParams, not {params!r}")
     alone = SamplingParams(max_tokens=params.max_tokens, ignore_eos=params.ignore_eos)
-    jobs = desk.prepare_all(prompts, alone)
+    jobs = desk.prepare_all(prompts, alone, cache_salt)
     desk.require_own_thread()
     outputs = []
     for job in jobs:
