@@ -169,10 +169,10 @@ def test_it_finds_what_transformers_finds(tiny, name):
 @pytest.mark.parametrize("early_stopping", [False, True])
 def test_end_tokens_end_answers_as_in_transformers(tiny, early_stopping):
     tally, num_early, num_late = Tally(), 0, 0
-    for i, prompt in enumerate(prompts_of(early_stopping, 10)):
+    for i, prompt in enumerate(prompts_of(early_stopping, 8)):
         loaded, eos = ending(tiny, *random.Random(i).sample(range(256), 24))
         llm = LLM(loaded, kv_cache_manager=MANAGERS["paged"](), check_every_step=True)
-        for penalty in (1.0, 0.0, -0.5):
+        for penalty in (1.0, -0.5):
             params = BeamSearchParams(3, 12, length_penalty=penalty, early_stopping=early_stopping)
             tally.check(llm, prompt, params, eos)
         [output] = llm.beam_search(prompt, params)
@@ -183,7 +183,7 @@ def test_end_tokens_end_answers_as_in_transformers(tiny, early_stopping):
         assert {len(each.tokens) - len(prompt) for each in ignoring.sequences} == {12}
         assert_nothing_is_held(llm)
     tally.close(most_stops=0.2)
-    assert num_early > 2 and num_late + num_early == 10
+    assert num_early > 2 and num_late + num_early == 8
 
 
 @pytest.mark.parametrize("name", MANAGERS)
@@ -450,7 +450,7 @@ def test_an_interrupt_at_any_point_leaves_nothing_and_harms_nobody(tiny, make):
         [wanted] = llm.beam_search([5] * 9, params)
     [greedy] = llm.generate("ab", few, use_tqdm=False)
     rnd, num_cut = random.Random(0), 0
-    for _ in range(60):
+    for _ in range(25):
         llm = LLM(tiny, kv_cache_manager=new_pool(make))
         llm.add_request("ab", few)
         llm.step()
@@ -469,7 +469,7 @@ def test_an_interrupt_at_any_point_leaves_nothing_and_harms_nobody(tiny, make):
             told += llm.step()
         assert told[-1].outputs[0].token_ids == greedy.outputs[0].token_ids
         assert_nothing_is_held(llm)
-    assert num_cut > 30
+    assert num_cut > 12
 
 
 @pytest.mark.parametrize("when", range(5))
@@ -522,7 +522,7 @@ def compare(smollm2, texts, max_tokens, most_stops):
 
 @pytest.mark.model
 def test_smollm2_finds_what_transformers_finds(smollm2):
-    compare(smollm2, TEXTS[:4], 5, most_stops=0.25)
+    compare(smollm2, TEXTS[:3], 4, most_stops=0.34)
 
 
 @pytest.mark.long

@@ -17,19 +17,25 @@ from minikv.kv_cache.extents import FITS
 from minikv.request import require_int, require_number
 
 
-def _parser(name, description, *, seeds, warmup=False):
+def _parser(name, description, *, seeds, duration=HOUR_S, warmup=None):
     parser = argparse.ArgumentParser(
         prog=f"python -m minikv simulate {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--seeds", type=int, default=seeds, metavar="N", help=f"hours (default: {seeds})"
+        "--seeds", type=int, default=seeds, metavar="N", help=f"runs of each (default: {seeds})"
     )
-    parser.add_argument("--duration", type=float, default=HOUR_S, metavar="S", help="default: 3600")
-    if warmup:
+    parser.add_argument(
+        "--duration", type=float, default=duration, metavar="S", help=f"default: {duration:g}"
+    )
+    if warmup is not None:
         parser.add_argument(
-            "--warmup", type=float, default=WARMUP_S, metavar="S", help="not counted (default: 600)"
+            "--warmup",
+            type=float,
+            default=warmup,
+            metavar="S",
+            help=f"not counted (default: {warmup:g})",
         )
     parser.add_argument("--json", metavar="FILE", help="write what is measured there, too")
     return parser
@@ -100,7 +106,7 @@ policies that the paper measured, and for exact reservation with first fit inste
 
 
 def fig2_main(argv):
-    parser = _parser("fig2", FIG2, seeds=3, warmup=True)
+    parser = _parser("fig2", FIG2, seeds=3, warmup=WARMUP_S)
     parser.add_argument(
         "--report-every",
         type=int,
@@ -131,7 +137,7 @@ than 15% from the paper's are named, and what is held to cause them is changed a
 
 
 def fig13_main(argv):
-    parser = _parser("fig13", FIG13, seeds=1, warmup=True)
+    parser = _parser("fig13", FIG13, seeds=1, warmup=WARMUP_S)
     return run_command("simulate fig13", _fig13, parser.parse_args(argv))
 
 
@@ -152,7 +158,7 @@ from searches with smollm2. Then what may move the numbers is changed, one cause
 
 
 def fig15_main(argv):
-    parser = _parser("fig15", FIG15, seeds=3, warmup=True)
+    parser = _parser("fig15", FIG15, seeds=3, duration=1_200.0, warmup=200.0)
     return run_command("simulate fig15", _fig15, parser.parse_args(argv))
 
 
