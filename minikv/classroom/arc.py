@@ -104,6 +104,7 @@ MODULES = {
     "minikv.model.runner": 5,
     "minikv.kv_cache.prefix": 7,
     "minikv.kv_cache.radix": 7,
+    "minikv.kv_cache.radix_tree": 7,
     "minikv.bench": 8,
 }
 

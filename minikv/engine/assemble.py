@@ -9,6 +9,7 @@ from minikv.core import EngineCore
 from minikv.kv_cache.base import KVCacheManager, cdiv
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.kv_cache.paged import PagedKVCacheManager
+from minikv.kv_cache.radix import RadixKVCacheManager
 from minikv.model.backends import choose_backend
 from minikv.model.loader import Loaded, load
 from minikv.model.memory import default_num_blocks, require_memory
@@ -20,7 +21,11 @@ from minikv.scheduler import Scheduler
 from minikv.static_batching import BATCHING
 
 DEFAULT_BLOCK_SIZE = 16
-MANAGERS = {"paged": PagedKVCacheManager, "contiguous": ContiguousKVCacheManager}
+MANAGERS = {
+    "paged": PagedKVCacheManager,
+    "contiguous": ContiguousKVCacheManager,
+    "radix": RadixKVCacheManager,
+}
 
 
 class WallClock:

@@ -34,6 +34,17 @@ def digest(data: bytes) -> bytes:
     return sha256(data).digest()
 
 
+def block_names(request, block_size, start, stop) -> list:
+    """Names for blocks start to stop of a request without tokens. A simulated request names its
+    beginning: by the keys of a trace, or by prefix_id. What comes after that is like nobody else's.
+    """
+    named = [*request.block_hashes[start : min(stop, request.num_prompt_tokens // block_size)]]
+    salt, prefix_id, start = request.cache_salt, request.prefix_id, start + len(named)
+    num_shared = min(stop, request.prefix_len // block_size)
+    named += [(salt, prefix_id, i) for i in range(start, num_shared)]
+    return named + [(request, i) for i in range(max(start, num_shared), stop)]
+
+
 class CachedBlock(KVCacheBlock):
     """A block that may be found again.
 
@@ -80,9 +91,9 @@ class CachingBlockPool(BlockPool):
             )
         blocks = super().get_new_blocks(self.free_block_queue.num_free_blocks)
         evicted = self.cached_free.popleft_n(num_blocks - len(blocks))
+        self.forget(evicted)
         for block in evicted:
-            del self.cached_blocks[block.key[0]]
-            block.key, block.ref_cnt = None, 1
+            block.ref_cnt = 1
         self.num_evictions += len(evicted)
         return blocks + evicted
 
@@ -112,10 +123,15 @@ class CachingBlockPool(BlockPool):
         """Nobody finds it any more; who holds it keeps it."""
         if block.ref_cnt == 0:
             self.cached_free.remove(block)
-        del self.cached_blocks[block.key[0]]
-        block.key = None
+        self.forget([block])
         if block.ref_cnt == 0:
             self.free_block_queue.append(block)
+
+    def forget(self, blocks) -> None:
+        """Takes blocks out of the index, and their keys away."""
+        for block in blocks:
+            del self.cached_blocks[block.key[0]]
+            block.key = None
 
     def check(self, holders):
         super().check(holders)
@@ -125,6 +141,10 @@ class CachingBlockPool(BlockPool):
         for block in self.free_block_queue.get_all_free_blocks():
             if block.key is not None:
                 raise InvariantBroken(f"{block} has a key, but waits among those without")
+        self.check_index()
+
+    def check_index(self):
+        """Whether what is found by a key is the block that has it."""
         published = {block.key[0]: block for block in self.blocks if block.key}
         if published != self.cached_blocks:
             wrong = sorted(
@@ -208,18 +228,8 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
             keys[0] = keys[0][0], (keys[0][1], salt)
 
     def _extend_without_tokens(self, request, keys, num_blocks):
-        """A simulated request names its beginning: by the keys of a trace, or by prefix_id. What
-        comes after that is like nobody else's."""
-        named = request.block_hashes[: request.num_prompt_tokens // self.block_size]
-        shared = request.prefix_len // self.block_size
-        for i in range(len(keys), num_blocks):
-            if i < len(named):
-                name = named[i]
-            elif i < shared:
-                name = (request.cache_salt, request.prefix_id, i)
-            else:
-                name = (request, i)
-            keys.append((name, None))
+        names = block_names(request, self.block_size, len(keys), num_blocks)
+        keys += [(name, None) for name in names]
 
     # -- looking up, and taking ----------------------------------------------------------------
 
@@ -295,10 +305,10 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
             child.block_keys = parent.block_keys[: child.num_computed_tokens // self.block_size]
         return shared
 
-    def _make_own(self, table, tail, new_blocks):
+    def _make_own(self, request, table, tail, new_blocks):
         if tail.ref_cnt == 1 and tail.key is not None:
             self.block_pool.unpublish(tail)
-        super()._make_own(table, tail, new_blocks)
+        super()._make_own(request, table, tail, new_blocks)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all that is cached. False, and nothing changes, while a request holds blocks."""
