@@ -9,6 +9,7 @@ from minikv.core import EngineCore
 from minikv.kv_cache.base import KVCacheManager, cdiv
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.kv_cache.paged import PagedKVCacheManager
+from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
 from minikv.kv_cache.radix import RadixKVCacheManager
 from minikv.model.backends import choose_backend
 from minikv.model.loader import Loaded, load
@@ -22,9 +23,10 @@ from minikv.static_batching import BATCHING
 
 DEFAULT_BLOCK_SIZE = 16
 MANAGERS = {
+    "prefix": PrefixCachingKVCacheManager,
+    "radix": RadixKVCacheManager,
     "paged": PagedKVCacheManager,
     "contiguous": ContiguousKVCacheManager,
-    "radix": RadixKVCacheManager,
 }
 
 
@@ -160,7 +162,7 @@ def _manager_for(
     max_model_len = _fitting_len(max_model_len, spec, num_blocks * block_size)
     require_memory(device, spec, num_blocks, block_size)
     manager = _call(
-        part or PagedKVCacheManager,
+        part or PrefixCachingKVCacheManager,
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,

@@ -10,8 +10,8 @@ from itertools import compress, count, pairwise
 from operator import ne
 
 from minikv.kv_cache.base import InvariantBroken
+from minikv.kv_cache.block_cache import CachingBlockPool
 from minikv.kv_cache.eviction import LRU
-from minikv.kv_cache.prefix import CachingBlockPool
 
 
 def num_common(a, b) -> int:
