@@ -16,7 +16,6 @@ from reference import Comparison, greedy
 from test_fuzz import Trace
 
 from minikv.engine import LLM
-from minikv.kv_cache import radix, radix_tree
 from minikv.kv_cache.base import BlockCopy, InvariantBroken
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
 from minikv.kv_cache.radix import RadixKVCacheManager
@@ -240,7 +239,7 @@ def test_a_fork_without_tokens_has_its_parents_names():
     assert manager.num_free_blocks == 16
 
 
-# -- who holds what, and what is given up ------------------------------------------------------------
+# -- who holds what, and what is given up --------------------------------------------------------
 
 
 def test_locks_count_requests_up_to_the_root():
@@ -586,7 +585,7 @@ def test_errors_are_words():
         RadixKVCacheManager(4, 4, max_model_len=0)
 
 
-# -- the same hits as by hashes ----------------------------------------------------------------------
+# -- the same hits as by hashes -------------------------------------------------------------------
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=12)
 
@@ -609,13 +608,25 @@ def test_hits_with_room_for_all_are_those_of_hashes_of_one_token(prompts, block_
         assert some // block_size * block_size in (few, few + block_size), prompt
 
 
-@given(PROMPTS, st.integers(24, 60))
+@given(PROMPTS, st.integers(25, 60))
 @settings(deadline=None, max_examples=150)
 def test_a_full_pool_forgets_in_the_order_of_hashes(prompts, num_blocks):
+    prompts = [[*prompt, 100 + i] for i, prompt in enumerate(prompts)]
     by_hash = PrefixCachingKVCacheManager(num_blocks, 1)
     by_tree = RadixKVCacheManager(num_blocks, 1)
     assert hits_one_by_one(by_hash, prompts) == hits_one_by_one(by_tree, prompts)
     assert by_hash.num_evictions == by_tree.num_evictions
+
+
+def test_what_is_computed_again_counts_as_used():
+    """The one difference in the order: the last token of a prompt that is there already is run
+    again, and the map of hashes keeps the block that it had, where it stood in line."""
+    hits = {}
+    for make in (PrefixCachingKVCacheManager, RadixKVCacheManager):
+        manager = make(4, 1)
+        put(manager, [1], [2], [3], [1], [4, 4])
+        hits[make] = [found(manager, [token, 0]) for token in (1, 2, 3)]
+    assert hits == {PrefixCachingKVCacheManager: [0, 1, 1], RadixKVCacheManager: [1, 0, 1]}
 
 
 REQUESTS = st.lists(
@@ -660,7 +671,7 @@ def test_any_traffic_with_room_for_all_hits_what_hashes_of_one_token_hit(request
     assert hits_in_the_loop(RadixKVCacheManager, requests, budget) == by_hash
 
 
-# -- planted faults: each is noticed ------------------------------------------------------------------
+# -- planted faults: each is noticed --------------------------------------------------------------
 
 PLANTED = [
     # (what, class, method, old text, new text)
@@ -794,3 +805,67 @@ def noticed_by(num_seeds=60):
 def test_a_planted_fault_is_noticed(monkeypatch, what, owner, method, old, new):
     planted(monkeypatch, owner, method, old, new)
     assert noticed_by() is not None
+
+
+# -- with tensors ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load("tiny", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def answers(tiny):
+    """Prompts of which many begin alike: a header, turns of a chat, the same again."""
+    rnd = random.Random(0)
+    header = [rnd.randrange(256) for _ in range(37)]
+    own = [[rnd.randrange(256) for _ in range(n)] for n in (1, 5, 16, 17, 30)]
+    prompts = [header + each for each in own]
+    prompts += [prompts[2], header, header[:20] + own[3], prompts[4] + own[1], own[4]]
+    return [greedy(tiny.model, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("num_slots, budget", [(2048, 512), (2048, 17), (144, 40)])
+def test_answers_are_those_of_the_dense_cache(tiny, answers, block_size, num_slots, budget):
+    """Twice: the second time, all is found, or what a pool too small for all has kept."""
+    llm = LLM(
+        tiny,
+        kv_cache_manager="radix",
+        block_size=block_size,
+        num_gpu_blocks_override=num_slots // block_size,
+        max_num_batched_tokens=budget,
+        max_num_seqs=4,
+        check_every_step=True,
+    )
+    assert isinstance(llm.manager, RadixKVCacheManager)
+    comparison = Comparison()
+    for _ in range(2):
+        outputs = llm.generate(
+            [answer.prompt for answer in answers],
+            SamplingParams(max_tokens=12, ignore_eos=True),
+            use_tqdm=False,
+        )
+        for answer, output in zip(answers, outputs, strict=True):
+            comparison.check(output.outputs[0].token_ids, answer, f"{output}")
+    hits = [output.num_cached_tokens for output in outputs]
+    if num_slots == 2048:
+        for hit, answer in zip(hits, answers, strict=True):
+            most = len(answer.prompt) - 1
+            assert most // block_size * block_size <= hit <= most
+        assert block_size == 1 or any(hit % block_size for hit in hits)
+    else:
+        assert any(hits) and llm.manager.num_evictions > 0
+    assert not llm.manager.tables and llm.manager.num_free_blocks == llm.manager.num_blocks
+    comparison.close()
+
+
+def test_samples_of_one_prompt_are_those_of_the_prompt_alone(tiny, answers):
+    llm = LLM(tiny, kv_cache_manager="radix", block_size=4, num_gpu_blocks_override=100)
+    params = SamplingParams(max_tokens=12, n=3, ignore_eos=True)
+    (output,) = llm.generate([answers[4].prompt], params, use_tqdm=False)
+    comparison = Comparison()
+    for sample in output.outputs:
+        comparison.check(sample.token_ids, answers[4])
+    comparison.close()
