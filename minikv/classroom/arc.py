@@ -97,6 +97,7 @@ MODULES = {
     "minikv.simulator": 2,
     "minikv.experiments": 3,
     "minikv.experiments.hits": 7,
+    "minikv.experiments.radix_vs_hash": 7,
     "minikv.workloads": 2,
     "minikv.workloads.traces": 7,
     "minikv.kv_cache.extents": 3,
