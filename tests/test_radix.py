@@ -17,6 +17,7 @@ from test_fuzz import Trace
 
 from minikv.engine import LLM
 from minikv.kv_cache.base import BlockCopy, InvariantBroken
+from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
 from minikv.kv_cache.radix import RadixKVCacheManager
 from minikv.kv_cache.radix_tree import RadixBlockPool, RadixNode, num_common
@@ -523,6 +524,107 @@ def test_a_fork_of_what_is_not_cached_yet_is_held_by_both():
     assert manager.num_free_blocks == 5 and admit(manager, Request("x", [70] * 24)) is None
     assert not manager.fork(Request("nobody", A), Request("d", A))
     end(manager, child)
+
+
+class OwnWays:
+    """Forks that share any beginning of their parent and then part from it, as beams do; some step
+    back, some end. Every slot that is read is compared with the tokens' history."""
+
+    def __init__(self, make, seed):
+        rnd = self.rnd = random.Random(seed)
+        self.manager = make(rnd.randint(4, 24), rnd.choice([1, 2, 3, 4, 5]))
+        self.runner = OracleRunner(self.manager)
+        self.running, self.num_named = [], 0
+        self.common = self.tokens(12)
+        self.counts = {"hits": 0, "forks": 0, "copies": 0, "refused": 0}
+
+    def tokens(self, most):
+        return [self.rnd.randrange(3) for _ in range(self.rnd.randint(1, most))]
+
+    def request(self, token_ids):
+        self.num_named += 1
+        return Request(f"r{self.num_named}", token_ids)
+
+    def run(self, num_steps=60):
+        rnd, manager = self.rnd, self.manager
+        for _ in range(num_steps):
+            while self.running and rnd.random() < 0.5:
+                self.fork(rnd.choice(self.running))
+            for request in rnd.sample(self.running, len(self.running) // 3):
+                self.leave(request, rnd.choice([None, "length", "abort"]))
+            scheduled = []
+            for request in list(self.running):
+                if request in self.running:  # nobody has taken its blocks
+                    self.schedule(request, scheduled)
+            if rnd.random() < 0.5:
+                self.admit(scheduled)
+            copies = manager.copies()
+            self.counts["copies"] += len(copies)
+            manager.check()
+            self.runner.run(scheduled, copies)
+            for request, num_new_tokens in scheduled:
+                request.num_computed_tokens += num_new_tokens
+                manager.cache_blocks(request)
+                if request.num_computed_tokens == request.num_tokens:
+                    request.append(rnd.randrange(3))
+            manager.check()
+        for request in list(self.running):
+            self.leave(request, "length")
+        assert manager.num_free_blocks == manager.num_blocks and not manager.copies()
+        return self.counts
+
+    def leave(self, request, reason):
+        request.finish_reason = reason
+        self.manager.free(request)
+        self.running.remove(request)
+
+    def fork(self, parent):
+        if not parent.num_computed_tokens:
+            return
+        num_shared = self.rnd.randint(1, parent.num_computed_tokens)
+        child = self.request(parent.token_ids[:num_shared] + self.tokens(3))
+        child.num_computed_tokens = num_shared
+        assert self.manager.fork(parent, child)
+        self.manager.check()
+        self.running.append(child)
+        self.counts["forks"] += 1
+
+    def schedule(self, request, scheduled):
+        num_new_tokens = self.rnd.randint(1, request.num_tokens - request.num_computed_tokens)
+        while self.manager.allocate_slots(request, num_new_tokens) is None:
+            self.counts["refused"] += 1
+            victim = self.running[-1]
+            assert all(victim is not each for each, _ in scheduled)
+            self.leave(victim, None)
+            if victim is request:
+                return
+        scheduled.append((request, num_new_tokens))
+
+    def admit(self, scheduled):
+        request = self.request(self.common[: self.rnd.randint(0, 12)] + self.tokens(4))
+        num_hit = self.manager.get_num_cached_tokens(request)
+        num_new_tokens = self.rnd.randint(1, request.num_tokens - num_hit)
+        extra = {"num_cached_tokens": num_hit} if num_hit else {}
+        if self.manager.allocate_slots(request, num_new_tokens, **extra) is not None:
+            request.num_computed_tokens = num_hit
+            self.running.append(request)
+            scheduled.append((request, num_new_tokens))
+            self.counts["hits"] += bool(num_hit)
+
+
+@pytest.mark.parametrize(
+    "make", [PagedKVCacheManager, PrefixCachingKVCacheManager, RadixKVCacheManager]
+)
+def test_forks_go_their_own_ways(make):
+    totals = {}
+    for seed in range(150):
+        try:
+            counts = OwnWays(make, seed).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
+        totals = {key: totals.get(key, 0) + value for key, value in counts.items()}
+    assert all(totals[key] for key in totals if key != "hits"), totals
+    assert totals["hits"] or make is PagedKVCacheManager
 
 
 # -- check sees -----------------------------------------------------------------------------------
