@@ -44,6 +44,10 @@ TARGETS = {  # function -> its module
     "PagedKVCacheManager.num_free_blocks": PAGED,
     "PagedKVCacheManager.allocate_slots": PAGED,
     "PagedKVCacheManager.free": PAGED,
+    "PagedKVCacheManager.fork": PAGED,
+    "PagedKVCacheManager._forked_tail": PAGED,
+    "PagedKVCacheManager._make_own": PAGED,
+    "PagedKVCacheManager.copies": PAGED,
     "ContiguousKVCacheManager.num_blocks_for": CONTIGUOUS,
     "ContiguousKVCacheManager.allocate_slots": CONTIGUOUS,
     "ContiguousKVCacheManager._refuse": CONTIGUOUS,
@@ -61,12 +65,19 @@ TARGETS = {  # function -> its module
     "Scheduler._fan_out": SCHEDULER,
     "Scheduler.finish": SCHEDULER,
     "Scheduler.recover": SCHEDULER,
+    "Scheduler._mark": SCHEDULER,
+    "Scheduler._forget": SCHEDULER,
+    "StaticScheduler.schedule": STATIC,
+    "StaticScheduler._form_batch": STATIC,
+    "StaticScheduler.update": STATIC,
     "StaticScheduler._fan_out": STATIC,
+    "StaticScheduler.finish": STATIC,
+    "StaticScheduler._leave": STATIC,
+    "StaticScheduler.recover": STATIC,
     "EngineCore.step": CORE,
 }
-PLANTED_ONLY = ("Scheduler.recover", "StaticScheduler._fan_out")  # nothing is generated from them
 UNIT_TESTS = {  # the tests of a module that need no more than minikv's accounting
-    PAGED: ("test_paged",),
+    PAGED: ("test_paged", "test_prefix"),
     CONTIGUOUS: ("test_contiguous", "test_relocation"),
     BASE: ("test_contiguous", "test_relocation", "test_paged"),
     SCHEDULER: ("test_scheduler", "test_core", "test_interrupts"),
@@ -113,19 +124,19 @@ PLANTED = [
             "num_tokens = request.num_computed_tokens + num_new_tokens",
             "num_tokens = request.num_computed_tokens + num_new_tokens + 1"),
     Planted("allocates at num_tokens % B == 0", "PagedKVCacheManager.allocate_slots",
-            "if num_tokens <= num_slots and must_fit_tokens <= num_slots:",
+            "if num_tokens <= num_slots and must_fit_tokens <= num_slots and not self._forked_tails:",
             "if table and request.num_tokens % self.block_size:"),
     Planted("refusal after a change", "PagedKVCacheManager.allocate_slots",
-            "        if max(num_new_blocks, must_fit_blocks)",
+            "        if num_needed +",
             "        table = table or self.set_table(request, [])\n"
-            "        if max(num_new_blocks, must_fit_blocks)"),
-    Planted("freed head first", "PagedKVCacheManager.free", "reversed(table)", "table"),
-    Planted("double free", "PagedKVCacheManager.free", "reversed(table)]",
-            "reversed(table)] * 2"),
+            "        if num_needed +"),
+    Planted("freed head first", "PagedKVCacheManager.free", "blocks[::-1]", "blocks"),
+    Planted("double free", "PagedKVCacheManager.free", "blocks[::-1]",
+            "blocks[::-1] * 2"),
     Planted("freed, but still in the table", "PagedKVCacheManager.free",
             "self.drop_table(request)", "self.tables.get(request.request_id, ())"),
     Planted("the last block leaks", "PagedKVCacheManager.free",
-            "reversed(table)", "reversed(table[:-1])"),
+            "blocks[::-1]", "blocks[:-1][::-1]"),
     Planted("freed at the first release though shared", "BlockPool.free_blocks",
             "block.ref_cnt -= 1", "block.ref_cnt = 0"),
     Planted("free while others hold it", "BlockPool.free_blocks",
@@ -136,6 +147,26 @@ PLANTED = [
             "list(self.free_block_queue.get_all_free_blocks()[:num_blocks])"),
     Planted("last in, first out", "FreeKVCacheBlockQueue.append_n",
             "for block in blocks:", "for block in list(blocks)[::-1]:"),
+    # Forks, and who writes to a tail that others hold.
+    Planted("a shared tail is written to", "PagedKVCacheManager._make_own",
+            "if tail.ref_cnt > 1:", "if False:"),
+    Planted("the tail's copy is not made", "PagedKVCacheManager._make_own",
+            "self._origins[own.block_id] =", "nobody ="),
+    Planted("the copied tail keeps its holder", "PagedKVCacheManager._make_own",
+            "self.block_pool.free_blocks([tail])", "pass"),
+    Planted("the copy is of itself", "PagedKVCacheManager._make_own",
+            "self._origins.get(tail.block_id, tail.block_id)", "own.block_id"),
+    Planted("a fork counts no holder", "PagedKVCacheManager.fork",
+            "self.block_pool.touch(", "list("),
+    Planted("a fork takes all of its parent's blocks", "PagedKVCacheManager.fork",
+            "of_parent[: cdiv(child.num_computed_tokens, self.block_size)]", "of_parent"),
+    Planted("a fork leaves out the tail", "PagedKVCacheManager.fork",
+            "cdiv(child.num_computed_tokens, self.block_size)",
+            "child.num_computed_tokens // self.block_size"),
+    Planted("a fork's tail is not noted", "PagedKVCacheManager.fork",
+            "self._forked_tails.add(table[-1])", "pass"),
+    Planted("a copy into a block that was left", "PagedKVCacheManager.free",
+            "del self._origins[block_id]", "pass"),
     # Contiguous: moves and their copies.
     Planted("copy dropped", "ContiguousKVCacheManager.copies",
             "return copies", "return copies[1:]"),
@@ -264,8 +295,7 @@ def mutants() -> dict[str, Mutant]:
     """All, by id, in the order of TARGETS and of the text; then the planted ones."""
     found = {}
     for target in TARGETS:
-        generated = () if target in PLANTED_ONLY else _mutations(find(target)[-1])
-        for text, tree in generated:
+        for text, tree in _mutations(find(target)[-1]):
             _put(found, f"{target}: {text}", target, tree)
     for name, target, old, new in PLANTED:
         _, _, source, original = find(target)
@@ -431,14 +461,16 @@ def planted(mutant=None):
 def fuzz(mutant, max_traces=MAX_TRACES):
     """(number of traces until the first failure, its message); (None, "") for a survivor.
 
-    Each manager that runs the code in turn; every fourth trace is one of static batches.
+    Each manager that runs the code in turn; every fourth trace is one of static batches, and
+    where the code is theirs every one.
     """
+    is_static = mutant is not None and TARGETS[mutant.target] == STATIC
     names = MANAGERS_OF.get(TARGETS[mutant.target] if mutant else None, list(MANAGERS))
     totals = {}
     with planted(mutant):
         for i in range(max_traces):
             name, seed = names[i % len(names)], i // len(names)
-            scheduler = StaticScheduler if seed % 4 == 3 else Scheduler
+            scheduler = StaticScheduler if is_static or seed % 4 == 3 else Scheduler
             TICKS.left = LOOP_LIMIT
             try:
                 counts = test_fuzz.Trace(name, seed, scheduler).run()

@@ -284,6 +284,26 @@ def test_a_copy_for_somebody_who_left_is_not_made():
     assert manager.copies() == []
 
 
+def test_every_copy_and_every_tail_is_forgotten_with_its_block():
+    """Whatever is left would be read as another's once the block has been taken again."""
+    manager = PagedKVCacheManager(8, B)
+    a = new("a", HEADER[:6], max_tokens=8)
+    admit(manager, a)
+    b = fork_of(manager, a, "b", 6)
+    for request in (b, a):  # both leave, and neither has written
+        end(manager, request)
+    assert not manager._forked_tails
+    c = new("c", HEADER[:6], max_tokens=8)
+    admit(manager, c)
+    d = fork_of(manager, c, "d", 6)
+    for request in (c, d):
+        request.append(1)
+        manager.allocate_slots(request, 1)
+    assert not manager._forked_tails  # d was the last holder: it is d's own tail
+    end(manager, c)
+    assert manager.copies() == [] and len(manager.tables["d"]) == 2
+
+
 def test_a_fork_that_cannot_be_is_refused_in_words():
     manager = PagedKVCacheManager(8, B)
     a, b = new("a", HEADER, max_tokens=8), new("b", HEADER, max_tokens=8)
