@@ -428,6 +428,24 @@ def test_a_refused_call_changes_nothing():
     manager.check()
 
 
+def test_an_answer_does_not_outlive_what_it_names():
+    manager = RadixKVCacheManager(6, 2)
+    put(manager, A[:8])
+    asks, other = Request("a", [*A[:8], 9, 9]), Request("o", [*A[:2], 8, 8])
+    assert manager.get_num_cached_tokens(asks) == 8
+    assert manager.get_num_cached_tokens(other) == 2  # another's answer is not taken for ours
+    taker = Request("t", [7] * 6)
+    manager.allocate_slots(taker, 6)  # two free ones, and (7, 8)
+    before = books(manager)
+    with pytest.raises(ValueError, match="num_cached_tokens is 8, but 6 tokens are found"):
+        manager.allocate_slots(asks, 2, num_cached_tokens=8)
+    assert books(manager) == before
+    assert manager.get_num_cached_tokens(asks) == 6
+    manager.free(taker)
+    assert manager.allocate_slots(asks, 4, num_cached_tokens=6) is not None
+    manager.check()
+
+
 def test_an_abort_before_the_copy_leaves_none_to_be_made():
     manager = RadixKVCacheManager(8, 4)
     put(manager, A)
@@ -785,6 +803,9 @@ PLANTED = [
      "found[num_hit_blocks].block_id", "found[num_hit_blocks - 1].block_id"),
     ("a block found in part is shared", RadixKVCacheManager, "_admit_with_hit",
      "hit = found[:num_hit_blocks]", "hit = found[:num_hit_blocks + bool(num_copied_tokens)]"),
+    ("an answer outlives what it names", RadixKVCacheManager, "_admit_with_hit",
+     " or num_unpublished != self.block_pool.num_unpublished", ""),
+    ("another's answer", RadixKVCacheManager, "_admit_with_hit", "asked is not request or ", ""),
     ("idle hits counted as room", RadixKVCacheManager, "_admit_with_hit",
      "num_needed + num_idle + keep_free", "num_needed + keep_free"),
     ("chains of copies cut", RadixKVCacheManager, "_admit_with_hit",

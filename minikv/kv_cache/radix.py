@@ -34,6 +34,11 @@ class RadixKVCacheManager(PagedKVCacheManager):
     def __init__(self, num_blocks, block_size, *, max_model_len=None):
         super().__init__(num_blocks, block_size, max_model_len=max_model_len)
         self._held = {}  # request_id -> (last node of its path, number of blocks on the path)
+        self._last_found = (
+            None,
+            0,
+            ((), 0),
+        )  # the last question's request, num_unpublished, and answer
 
     def _new_pool(self):
         return RadixBlockPool(self.num_blocks)
@@ -85,10 +90,15 @@ class RadixKVCacheManager(PagedKVCacheManager):
         return found, min(num_tokens, request.num_tokens - 1)
 
     def get_num_cached_tokens(self, request):
-        return self.match_prefix(request)[1]
+        answer = self.match_prefix(request)
+        self._last_found = request, self.block_pool.num_unpublished, answer
+        return answer[1]
 
     def _admit_with_hit(self, request, num_tokens, num_cached_tokens, must_fit, keep_free):
-        found, num_found = self.match_prefix(request)
+        # Admission follows the question, whose answer holds unless a block was forgotten since.
+        asked, num_unpublished, (found, num_found) = self._last_found
+        if asked is not request or num_unpublished != self.block_pool.num_unpublished:
+            found, num_found = self.match_prefix(request)
         if num_cached_tokens > num_found or request.request_id in self.tables:
             raise ValueError(
                 f"num_cached_tokens is {num_cached_tokens}, but {num_found} tokens are found for "
