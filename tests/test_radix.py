@@ -432,17 +432,16 @@ def test_an_answer_does_not_outlive_what_it_names():
     manager = RadixKVCacheManager(6, 2)
     put(manager, A[:8])
     asks, other = Request("a", [*A[:8], 9, 9]), Request("o", [*A[:2], 8, 8])
-    assert manager.get_num_cached_tokens(asks) == 8
-    assert manager.get_num_cached_tokens(other) == 2  # another's answer is not taken for ours
+    assert [manager.get_num_cached_tokens(each) for each in (other, asks)] == [2, 8]
     taker = Request("t", [7] * 6)
     manager.allocate_slots(taker, 6)  # two free ones, and (7, 8)
     before = books(manager)
     with pytest.raises(ValueError, match="num_cached_tokens is 8, but 6 tokens are found"):
         manager.allocate_slots(asks, 2, num_cached_tokens=8)
     assert books(manager) == before
-    assert manager.get_num_cached_tokens(asks) == 6
+    assert [manager.get_num_cached_tokens(each) for each in (asks, other)] == [6, 2]
     manager.free(taker)
-    assert manager.allocate_slots(asks, 4, num_cached_tokens=6) is not None
+    assert manager.allocate_slots(asks, 4, num_cached_tokens=6) is not None  # not other's answer
     manager.check()
 
 

@@ -34,11 +34,7 @@ class RadixKVCacheManager(PagedKVCacheManager):
     def __init__(self, num_blocks, block_size, *, max_model_len=None):
         super().__init__(num_blocks, block_size, max_model_len=max_model_len)
         self._held = {}  # request_id -> (last node of its path, number of blocks on the path)
-        self._last_found = (
-            None,
-            0,
-            ((), 0),
-        )  # the last question's request, num_unpublished, and answer
+        self._last_found = None, 0, ((), 0)  # who asked last, num_unpublished, the answer
 
     def _new_pool(self):
         return RadixBlockPool(self.num_blocks)
