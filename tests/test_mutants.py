@@ -40,6 +40,25 @@ def table(text):
 # Alive after the fuzz, which reads content and counts: these change an order, an error, or what
 # only a manager of later chapters would show. The test that is named kills them.
 BY_TEST = table("""
+test_prefix.test_a_copy_for_somebody_who_left_is_not_made
+    planted: a copy into a block that was left
+test_prefix.test_a_hash_that_is_blind_to_position_still_gives_right_answers_but_fewer_hits
+    planted: a key of its own tokens alone
+test_prefix.test_a_prompt_finds_the_full_blocks_of_one_that_began_alike
+    planted: freed means forgotten
+test_prefix.test_a_published_tail_is_copied_while_shared_and_unpublished_by_its_last_holder
+    planted: a published tail is written to
+test_prefix.test_a_salt_keeps_tenants_apart_from_the_first_block_on
+    planted: no salt
+test_prefix.test_an_answer_holds_for_its_request_and_until_an_eviction
+    planted: an answer outlives an eviction
+    planted: another's answer
+test_prefix.test_tails_go_before_heads
+    planted: heads go before tails
+test_prefix.test_who_lost_its_published_beginning_publishes_its_own
+    planted: a stale parent is believed
+test_prefix.test_with_a_constant_hash_a_block_is_known_by_its_parent_too
+    planted: another's tokens under the same key stay
 test_contiguous.test_more_tokens_than_a_slab_is_an_error_and_changes_nothing
     ContiguousKVCacheManager.allocate_slots: without if num_tokens > self._most_slots or m...
     ContiguousKVCacheManager.allocate_slots: without self._refuse(request, max(num_tokens,...

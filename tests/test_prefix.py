@@ -538,6 +538,25 @@ def test_a_stale_hit_is_an_error_that_changes_nothing():
         PagedKVCacheManager(8, B).allocate_slots(b, 1, num_cached_tokens=4)
 
 
+def test_an_answer_holds_for_its_request_and_until_an_eviction():
+    manager = manager_of(8)
+    other = [7] * 12
+    serve(manager, new("a", HEADER))
+    serve(manager, new("b", other))
+    c, d = new("c", [*HEADER, 1]), new("d", [*other, 1])
+    assert manager.get_num_cached_tokens(c) == 12
+    table = list(manager.allocate_slots(d, 1, num_cached_tokens=12))  # not what c was told
+    manager.free(d)
+    cached = manager.block_pool.cached_blocks
+    assert [cached[key[0]].block_id for key in d.block_keys] == table[:3]
+    assert manager.get_num_cached_tokens(c) == 12
+    e = new("e", list(range(20)))
+    manager.allocate_slots(e, 20)  # takes a's blocks
+    with pytest.raises(ValueError, match="num_cached_tokens is 12, but"):
+        manager.allocate_slots(c, 1, num_cached_tokens=12)
+    assert manager.tables.keys() == {"e"}
+
+
 def test_must_fit_and_watermark_count_what_is_still_to_be_taken():
     def fits(**limits):
         manager = manager_of(8)
