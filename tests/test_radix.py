@@ -590,6 +590,7 @@ class OwnWays:
         for request in list(self.running):
             self.leave(request, "length")
         assert manager.num_free_blocks == manager.num_blocks and not manager.copies()
+        assert not manager._forked_tails
         return self.counts
 
     def leave(self, request, reason):
