@@ -1,8 +1,9 @@
 """A radix tree over cached blocks: sequences that begin alike share the way from the root, and the
 tree branches where they part.
 
-Of several tokens to a block, only whole blocks are nodes' to hold, so that a branch begins where a
-block does. Names are those of SGLang's `radix_cache.py` (Zheng et al., NeurIPS 2024, section 3).
+A node holds whole blocks. Two sequences that part inside a block get a child each, and what they
+share of that block stands in both. Names are those of SGLang's `radix_cache.py` (Zheng et al.,
+NeurIPS 2024, section 3).
 """
 
 from bisect import bisect_left, insort
@@ -24,9 +25,9 @@ class RadixNode:
 
     key: its tokens, block_size for each block; or names of its blocks, one for each.
     blocks: cached blocks; a root has none, and no key. lock_ref: how many requests hold them.
-    name: the key of its first block, a tuple; its parent finds it by that. children: by name.
-    order: the children's names of several tokens, sorted. What would stand between two of them has
-        most in common with the one or the other.
+    name: the key of its first block, a tuple, by which its parent finds it; a root's is its tree's.
+    children: by name. order: their names in sorted order, if they are of several tokens: what would
+        stand between two of them has most in common with the one or the other.
     """
 
     __slots__ = ("blocks", "children", "key", "lock_ref", "name", "order", "parent")
