@@ -17,6 +17,7 @@ from minikv.kv_cache.base import OutOfKVMemory
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
+from minikv.kv_cache.radix import RadixKVCacheManager
 from minikv.model.loader import load
 from minikv.observe.steps import record
 from minikv.request import SamplingParams
@@ -25,6 +26,7 @@ TOO_CLOSE = 1e-4  # sums of log-probabilities nearer than this may swap places b
 MANAGERS = {
     "paged": lambda B=4: PagedKVCacheManager(4096 // B, B),
     "prefix": lambda B=4: PrefixCachingKVCacheManager(4096 // B, B),
+    "radix": lambda B=4: RadixKVCacheManager(4096 // B, B),
     "contiguous": lambda B=4: ContiguousKVCacheManager(4096 // B, B, max_model_len=128),
     "of a learner": lambda B=4: MinimalManager(4096 // B, B),
 }
@@ -219,7 +221,9 @@ def test_beams_share_blocks_and_a_learners_manager_recomputes(tiny):
         llm.runner.run = watched
         llm.beam_search(prompt, params)
         most[name], computed[name] = max(in_use), sum(num_tokens)
-    assert computed["paged"] == computed["prefix"] == 41 + 5 * 7  # the last token never runs
+    assert (
+        computed["paged"] == computed["prefix"] == computed["radix"] == 41 + 5 * 7
+    )  # the last token never runs
     assert computed["of a learner"] > 41 + 5 * 7 < computed["contiguous"]
     # 10 full blocks of the prompt once; then each of 5 beams its own copy of the last, and a next
     assert 10 < most["paged"] <= 10 + 2 * 5 and most["prefix"] == most["paged"]
@@ -441,7 +445,13 @@ def new_pool(make):
 
 
 @pytest.mark.parametrize(
-    "make", [PagedKVCacheManager, PrefixCachingKVCacheManager, ContiguousKVCacheManager]
+    "make",
+    [
+        PagedKVCacheManager,
+        PrefixCachingKVCacheManager,
+        RadixKVCacheManager,
+        ContiguousKVCacheManager,
+    ],
 )
 def test_an_interrupt_at_any_point_leaves_nothing_and_harms_nobody(tiny, make):
     params, few = BeamSearchParams(3, 4), SamplingParams(max_tokens=5, ignore_eos=True)
