@@ -196,8 +196,8 @@ def conclusions(rows, experiments, ages) -> list[str]:
             )
     by_width = ", ".join(f"{width}: {age:.1f}" for width, age in sorted(ages.items()))
     lines.append(
-        f"Beams part late: steps since their last common ancestor, by width, {by_width}. A block "
-        "of 16 tokens is shared by all once it lies before that."
+        f"Steps since the beams' last common ancestor, by width: {by_width}. All beams share a block "
+        "of 16 tokens once it lies before that."
     )
     for row in experiments:
         before = table[row["workload"], row["method"], row["width"]]
