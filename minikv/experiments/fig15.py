@@ -196,8 +196,8 @@ def conclusions(rows, experiments, ages) -> list[str]:
             )
     by_width = ", ".join(f"{width}: {age:.1f}" for width, age in sorted(ages.items()))
     lines.append(
-        f"Steps since the beams' last common ancestor, by width: {by_width}. All beams share a block "
-        "of 16 tokens once it lies before that."
+        f"Steps since the beams' last common ancestor, by width: {by_width}. A block of "
+        "16 tokens that lies before it is shared by all."
     )
     for row in experiments:
         before = table[row["workload"], row["method"], row["width"]]
