@@ -94,6 +94,8 @@ def summarize(requests, metrics) -> dict:
     seconds: the first arrival to the last step's end. For each of ttft, tpot, itl, e2el (end to
     end) and queue_time: mean, median and percentiles. TPOT leaves out requests with a single output
     token.
+    total_cached_tokens: found in a prefix cache, counted once a request, at its first admission;
+    prefix_cache_hit_rate is their share of the prompts of all that were admitted.
     `mean_num_seqs` and `utilization` (share of the pool's blocks in use) are means over the time
     that was spent in steps: idle time is left out.
     """
@@ -111,6 +113,8 @@ def summarize(requests, metrics) -> dict:
     duration = max(metrics.steps[-1].end - start, NO_TIME)
     num_input = sum(r.num_prompt_tokens for r in done)
     num_output = sum(r.num_output_tokens for r in done)
+    admitted = [r for r in requests if r.num_cached_tokens >= 0]
+    num_cached = sum(r.num_cached_tokens for r in admitted)
     out |= {
         "duration": duration,
         "total_input_tokens": num_input,
@@ -119,6 +123,8 @@ def summarize(requests, metrics) -> dict:
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
         "num_preemptions": sum(r.num_preemptions for r in requests),
+        "total_cached_tokens": num_cached,
+        "prefix_cache_hit_rate": num_cached / max(1, sum(r.num_prompt_tokens for r in admitted)),
         "num_steps": len(metrics.steps),
     }
     ends = np.array([step.end for step in metrics.steps])

@@ -989,7 +989,8 @@ def test_the_memory_report_adds_up_to_the_pool_at_every_step(tiny, kind):
         assert report.total == num_slots
         assert min(report) >= 0
         assert report.live == sum(r.num_computed_tokens for r in llm.scheduler.running)
-    assert llm.memory_report().free + llm.memory_report().external == num_slots
+    report = llm.memory_report()  # all of it can be had, though some of it is remembered
+    assert report.free + report.cached + report.external == num_slots
 
 
 def test_a_report_is_kept_every_so_many_steps(tiny):

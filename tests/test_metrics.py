@@ -146,7 +146,7 @@ def test_the_summary_against_a_plain_recomputation():
         assert got[f"median_{name}_ms"] == pytest.approx(statistics.median(ms))
         for percent in PERCENTILES:
             assert got[f"p{percent}_{name}_ms"] == pytest.approx(naive_percentile(ms, percent))
-    assert len(got) == 13 + 5 * (2 + len(PERCENTILES))
+    assert len(got) == 15 + 5 * (2 + len(PERCENTILES))
     seconds = [0.5, 0.5, 2.0, 0.25, 1.0, 4.0]
     assert got["mean_num_seqs"] == pytest.approx(
         sum(s * n for s, n in zip(seconds, [1, 2, 3, 2, 2, 1], strict=True)) / 8.25

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from minikv.experiments import hits_run
+from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
 from minikv.workloads import (
     PRESETS,
     Empirical,
@@ -106,6 +108,28 @@ def test_one_in_twenty_of_the_shared_headers_is_a_document():
     assert prompts.min() > 200 and np.median(prompts) == pytest.approx(267, abs=3)
     outputs = np.array([r.max_tokens for r in requests])
     assert np.median(outputs) == pytest.approx(200, rel=0.03) and outputs.max() == 1_500
+
+
+def test_prompts_name_the_prefix_that_they_share():
+    requests = shared_header(rate=2.0).requests(num_requests=400, seed=0)
+    named = {(r.request_id.split("-")[0], r.prefix_id, r.prefix_len) for r in requests}
+    assert named == {("question", "question", 200), ("document", None, 0)}
+    classes = [
+        RequestClass("a", 1, Prefixed(32, Fixed(8)), Fixed(1)),
+        RequestClass("b", 1, Prefixed(32, Fixed(8), prefix_id="rules"), Fixed(1)),
+        RequestClass("c", 1, Prefixed(48, Fixed(8), prefix_id="rules"), Fixed(1)),
+        RequestClass("d", 1, Prefixed(0, Fixed(8)), Fixed(1)),
+    ]
+    requests = Workload("w", Poisson(1.0), tuple(classes)).requests(num_requests=60, seed=0)
+    named = {(r.request_id[0], r.prefix_id, r.prefix_len) for r in requests}
+    assert named == {("a", "a", 32), ("b", "rules", 32), ("c", "rules", 48), ("d", None, 0)}
+
+
+def test_a_prefix_cache_finds_the_named_prefix_and_no_more():
+    requests = shared_header(rate=2.0).requests(num_requests=100, seed=0)
+    counts = hits_run(requests, PrefixCachingKVCacheManager(10_000, 16))
+    num_questions = sum(r.prefix_len == 200 for r in requests)
+    assert counts.hit_tokens == (num_questions - 1) * 192  # 12 of the header's 12.5 blocks
 
 
 def test_fixed_uniform_and_empirical_lengths():

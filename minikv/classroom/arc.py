@@ -57,6 +57,10 @@ NAMES = {
     "softmax_states": 5,
     "PrefixCachingKVCacheManager": 7,
     "RadixKVCacheManager": 7,
+    "MOONCAKE_PAPER": 7,
+    "facts_of": 7,
+    "hits_run": 7,
+    "open_for_hits": 7,
 }
 MODULES = {
     "minikv.engine": 0,
@@ -92,7 +96,9 @@ MODULES = {
     "minikv.core": 2,
     "minikv.simulator": 2,
     "minikv.experiments": 3,
+    "minikv.experiments.hits": 7,
     "minikv.workloads": 2,
+    "minikv.workloads.traces": 7,
     "minikv.kv_cache.extents": 3,
     "minikv.kv_cache.extent_base": 3,
     "minikv.kv_cache.extent_tree": 3,

@@ -4,11 +4,15 @@ The experiments themselves are in minikv.experiments.
 """
 
 import argparse
+import math
+import re
+import sys
 
-from minikv.commands.progress import SecondsProgress
+from minikv.commands.progress import RequestsProgress, SecondsProgress
 from minikv.commands.report import run_command
-from minikv.experiments import fig2, fig13, paradox
+from minikv.experiments import fig2, fig13, hits, paradox
 from minikv.experiments.paper import HOUR_S, NUM_SLOTS, WARMUP_S
+from minikv.kv_cache.eviction import EVICTION
 from minikv.kv_cache.extents import FITS
 from minikv.request import require_int, require_number
 
@@ -137,4 +141,79 @@ def _fig13(args):
     with SecondsProgress(fig13.num_runs() * args.seeds, args.duration) as progress:
         result = fig13.measure(args.seeds, args.duration, args.warmup, on_step=progress)
     fig13.print_result(result)
+    return result
+
+
+# -- hit rates ------------------------------------------------------------------------------------
+
+HITS = """\
+Hit rate against capacity: a trace's requests, in order of arrival, through the engine's own prefix
+cache. The trace has to name its prompts' blocks, as Mooncake's public ones do (JSONL with hash_ids
+of 512-token blocks). Prints the published rates beside, where the trace is one of the paper's.
+"""
+
+
+def _capacity(text):
+    digits = text.replace(",", "").replace("_", "")
+    if text == "inf":
+        return math.inf
+    if not re.fullmatch("[0-9]{1,18}", digits):
+        raise ValueError(f"--capacity-tokens is {text!r}, but must be a whole number or inf")
+    return int(digits)
+
+
+def hits_main(argv):
+    parser = argparse.ArgumentParser(
+        prog="python -m minikv simulate hits",
+        description=HITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--trace", required=True, metavar="FILE", help="see above")
+    parser.add_argument(
+        "--capacity-tokens",
+        nargs="+",
+        default=[str(capacity) for capacity in hits.CAPACITIES],
+        metavar="N",
+        help="token slots of the pool; inf forgets nothing (default: seven from 100,000 to inf)",
+    )
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        default=["lru"],
+        metavar="NAME",
+        help=f"which cached block is taken first: {', '.join(EVICTION)} (default: lru)",
+    )
+    parser.add_argument("--requests", type=int, metavar="N", help="the first N of the trace only")
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a malformed row instead of skipping it"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what is measured there, too")
+    return run_command("simulate hits", _hits, parser.parse_args(argv))
+
+
+def _hits(args):
+    if args.requests is not None:
+        require_int("--requests", args.requests, at_least=1)
+    capacities = list(dict.fromkeys(_capacity(text) for text in args.capacity_tokens))
+    policies = list(dict.fromkeys(args.policy))
+    trace = hits.open_for_hits(
+        args.trace, strict=args.strict, report=lambda text: print(text, file=sys.stderr)
+    )
+    hits.check(capacities, policies, trace.block_size)
+    facts = hits.facts_of(trace, trace.block_size, num_requests=args.requests)
+    if not facts.num_requests:
+        raise ValueError(f"no request is left: {trace.summary()}")
+    print(hits.setting(trace, facts), flush=True)
+    trace.report = lambda text: None  # once is enough
+    runs = hits.num_runs(capacities, policies)
+    with RequestsProgress(runs * facts.num_requests) as progress:
+        result = hits.measure(
+            trace,
+            facts,
+            capacities,
+            policies,
+            num_requests=args.requests,
+            on_request=progress,
+        )
+    hits.print_result(result)
     return result

@@ -49,3 +49,21 @@ class SecondsProgress:
         if now > self._seen:
             self._bar.update(now - self._seen)
             self._seen = now
+
+
+class RequestsProgress:
+    """A bar over requests, of many runs one after another; called once for each."""
+
+    def __init__(self, total):
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, unit="request", file=sys.stderr, disable=None)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._bar.close()
+
+    def __call__(self):
+        self._bar.update()

@@ -37,6 +37,10 @@ EXPERIMENTS = {
         "minikv.commands.experiments:fig13_main",
         "how many requests run at once (PagedAttention)",
     ),
+    "hits": (
+        "minikv.commands.experiments:hits_main",
+        "hit rate against capacity, on a trace (Mooncake)",
+    ),
 }
 
 THIS_MACHINE = "this-machine"

@@ -9,6 +9,7 @@ from minikv.core import EngineCore
 from minikv.kv_cache.base import KVCacheManager, cdiv
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.kv_cache.paged import PagedKVCacheManager
+from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
 from minikv.model.backends import choose_backend
 from minikv.model.loader import Loaded, load
 from minikv.model.memory import default_num_blocks, require_memory
@@ -20,7 +21,11 @@ from minikv.scheduler import Scheduler
 from minikv.static_batching import BATCHING
 
 DEFAULT_BLOCK_SIZE = 16
-MANAGERS = {"paged": PagedKVCacheManager, "contiguous": ContiguousKVCacheManager}
+MANAGERS = {
+    "prefix": PrefixCachingKVCacheManager,
+    "paged": PagedKVCacheManager,
+    "contiguous": ContiguousKVCacheManager,
+}
 
 
 class WallClock:
@@ -155,7 +160,7 @@ def _manager_for(
     max_model_len = _fitting_len(max_model_len, spec, num_blocks * block_size)
     require_memory(device, spec, num_blocks, block_size)
     manager = _call(
-        part or PagedKVCacheManager,
+        part or PrefixCachingKVCacheManager,
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,

@@ -32,13 +32,15 @@ class Desk:
 
     # -- in: a prompt becomes a job ---------------------------------------------------------
 
-    def prepare(self, prompt, sampling_params, request_id=None) -> Job:
+    def prepare(self, prompt, sampling_params, request_id=None, cache_salt=None) -> Job:
         """Checks all about a request, and changes nothing."""
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, not {params!r}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none")
+        if not isinstance(cache_salt, str | None) or cache_salt == "":
+            raise TypeError(f"cache_salt must be a string with at least a letter: {cache_salt!r}")
         request_id = self._new_id(params.n) if request_id is None else request_id
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {request_id!r}")
@@ -75,6 +77,7 @@ class Desk:
                 stop_token_ids=stop_token_ids,
                 sampling_params=params,
                 sample_index=i,
+                cache_salt=cache_salt,
             )
             for i, sample_id in enumerate(sample_ids)
         ]
@@ -88,7 +91,7 @@ class Desk:
             )
         return Job(request_id, text, token_ids, params, requests, self.tokenizer)
 
-    def prepare_all(self, prompts, sampling_params) -> list[Job]:
+    def prepare_all(self, prompts, sampling_params, cache_salt=None) -> list[Job]:
         """As prepare(), for what generate() takes."""
         prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
         if not isinstance(sampling_params, list | tuple):
@@ -99,7 +102,7 @@ class Desk:
                 "all or one for each"
             )
         pairs = zip(prompts, sampling_params, strict=True)
-        return [self.prepare(prompt, params) for prompt, params in pairs]
+        return [self.prepare(*pair, cache_salt=cache_salt) for pair in pairs]
 
     def _new_id(self, n):
         return next(

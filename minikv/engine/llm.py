@@ -18,9 +18,10 @@ class LLM:
         model: "smollm2" (the default), "tiny" (random, instant), a folder or a Hugging Face id;
             or what `minikv.model.loader.load` returned. The model is adopted: from then on its
             attention works inside this LLM only.
-        kv_cache_manager: "paged" (the default) or "contiguous" (a slab for each request); an
-            instance; or a factory (a class will do) that is called with those of num_blocks,
-            block_size and max_model_len that it takes.
+        kv_cache_manager: "prefix" (the default: paged, and prompts that begin alike share blocks),
+            "paged" or "contiguous" (a slab for each request); an instance; or a factory (a class
+            will do) that is called with those of num_blocks, block_size and max_model_len that it
+            takes.
         scheduler: an instance (its manager is used), or a factory called with the manager and
             those of max_num_seqs and max_num_batched_tokens that it takes.
         block_size: tokens per block; 16 unless a manager instance says otherwise.
@@ -112,19 +113,25 @@ class LLM:
         """The name of the attention backend that runs."""
         return self.runner.attention_backend
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and nothing changes, while requests hold blocks."""
+        return self.manager.reset_prefix_cache()
+
     def memory_report(self):
         """Where the pool's slots are now: a MemoryReport."""
         return self.core.report()
 
     # -- one request at a time --------------------------------------------------------------
 
-    def add_request(self, prompt, sampling_params=None, request_id=None) -> str:
+    def add_request(self, prompt, sampling_params=None, request_id=None, *, cache_salt=None) -> str:
         """Queues a prompt (text, token ids or chat messages) and returns its id.
+
+        cache_salt: it shares cached blocks only with requests of the same salt, a tenant's say.
 
         Raises ValueError (TypeError for the wrong kind of thing) and OutOfKVMemory for what can
         never be served; then nothing has changed.
         """
-        job = self._desk.prepare(prompt, sampling_params, request_id)
+        job = self._desk.prepare(prompt, sampling_params, request_id, cache_salt)
         try:
             return self._desk.add(job)
         except BaseException:  # an interrupt may come when it is queued already
@@ -156,18 +163,20 @@ class LLM:
 
     # -- many at once -----------------------------------------------------------------------
 
-    def generate(self, prompts, sampling_params=None, *, use_tqdm=True) -> list[RequestOutput]:
+    def generate(
+        self, prompts, sampling_params=None, *, use_tqdm=True, cache_salt=None
+    ) -> list[RequestOutput]:
         """Answers one prompt or a list of them; outputs come in the prompts' order.
 
         prompts: a string, a list of token ids, a list of chat messages ({"role", "content"}), or
             a list of any of these. A string is taken as it is; messages go through the model's
             chat template.
-        sampling_params: one for all, or a list with one each.
+        sampling_params: one for all, or a list with one each. cache_salt: one for all.
 
         Every prompt is checked before the first is started. An interruption takes back whatever
         is still running. Raises as add_request does.
         """
-        jobs = self._desk.prepare_all(prompts, sampling_params)
+        jobs = self._desk.prepare_all(prompts, sampling_params, cache_salt)
         counts, num_tokens = {}, 0  # output tokens: by request, and of all
         with tqdm(total=len(jobs), desc="requests", disable=not use_tqdm) as bar:
             for output in self._desk.drive(jobs):

@@ -163,6 +163,11 @@ class KVCacheManager:
         """Moves its blocks to the host. False: no; it is freed and recomputed."""
         return False
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets what is cached for nobody in particular. False, and nothing changes, while a
+        request holds blocks."""
+        return not self.tables
+
     def compact(self) -> int:
         """Moves what is in use together. Returns the tokens moved; copies() has the copies."""
         return 0

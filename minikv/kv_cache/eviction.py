@@ -83,4 +83,38 @@ class LFU(_Heap):
         return block.num_hits
 
 
-EVICTION = {"lru": LRU, "fifo": FIFO, "lfu": LFU}
+class Pinned:
+    """Least recently used first, and what was pinned last of all.
+
+    pinned: the digests of blocks that are to stay. kept: those of them that nobody holds; others:
+    the other cached blocks.
+    """
+
+    def __init__(self):
+        self.pinned, self.kept, self.others = set(), LRU(), LRU()
+
+    def _queue_of(self, block):
+        return self.kept if block.key[0] in self.pinned else self.others
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.others.num_free_blocks + self.kept.num_free_blocks
+
+    def append_n(self, blocks) -> None:
+        for block in blocks:
+            self._queue_of(block).append(block)
+
+    def remove(self, block) -> None:
+        self._queue_of(block).remove(block)
+
+    def popleft_n(self, n) -> list:
+        if not 0 <= n <= self.num_free_blocks:
+            raise ValueError(f"{n} blocks cannot be taken: {self.num_free_blocks} are free")
+        num_others = min(n, self.others.num_free_blocks)
+        return self.others.popleft_n(num_others) + self.kept.popleft_n(n - num_others)
+
+    def get_all_free_blocks(self) -> list:
+        return self.others.get_all_free_blocks() + self.kept.get_all_free_blocks()
+
+
+EVICTION = {"lru": LRU, "fifo": FIFO, "lfu": LFU, "pinned": Pinned}

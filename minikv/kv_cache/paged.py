@@ -260,7 +260,7 @@ class PagedKVCacheManager(KVCacheManager):
         return table
 
     def num_obtainable_blocks(self, request):
-        """Free blocks that this request may take."""
+        """Free blocks that this request may take now."""
         return self.num_free_blocks
 
     def _admit_with_hit(self, request, num_tokens, num_cached_tokens, must_fit, keep_free):

@@ -5,15 +5,17 @@ of its parent's key and its own tokens, and equal keys mean an equal history. Na
 those of vLLM's v1 core (`BlockHash`, `cached_block_hash_to_block`); two things go further. A hit is
 compared, not believed: tokens, salt and the parent's publication, so that a collision of digests
 costs a miss and never a wrong answer. And a publication has a number that is never used again, so
-that "the parent" cannot be another block that took its place.
+that "the parent" cannot be another block that took its place. The books of the blocks themselves
+are in `block_cache.py`, the order in which they are given up in `eviction.py`.
 """
 
 from array import array
 from hashlib import sha256
 
 from minikv.kv_cache.base import InvariantBroken, cdiv
-from minikv.kv_cache.eviction import EVICTION
-from minikv.kv_cache.paged import BlockPool, KVCacheBlock, PagedKVCacheManager
+from minikv.kv_cache.block_cache import CachingBlockPool
+from minikv.kv_cache.eviction import EVICTION, Pinned
+from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.request import require_int
 
 
@@ -34,107 +36,6 @@ def digest(data: bytes) -> bytes:
     return sha256(data).digest()
 
 
-class CachedBlock(KVCacheBlock):
-    """A block that may be found again.
-
-    key: (digest, content) while it is published, else None. content: its tokens as bytes and, in a
-        first block, the salt; None for a block of a trace, whose keys are taken as they are.
-    publication: the number of this publication. parent: that of the block before it; 0: none.
-    num_hits: how often it was found.
-    """
-
-    __slots__ = ("key", "num_hits", "parent", "publication")
-
-    def __init__(self, block_id):
-        super().__init__(block_id)
-        self.key, self.publication, self.parent, self.num_hits = None, 0, 0, 0
-
-
-class CachingBlockPool(BlockPool):
-    """Blocks held by nobody are in one of two queues: those without a key in free_block_queue, and
-    those with one in `cached_free`, in the order of eviction. The first are taken first: nothing
-    is lost with them.
-
-    cached_blocks: published blocks by digest. num_evictions: published blocks taken for something
-    else.
-    """
-
-    def __init__(self, num_blocks, cached_free):
-        super().__init__(num_blocks)
-        self.cached_blocks, self.cached_free = {}, cached_free
-        self.num_evictions, self.num_publications = 0, 0
-
-    def new_block(self, block_id):
-        return CachedBlock(block_id)
-
-    @property
-    def num_free_blocks(self):
-        return self.free_block_queue.num_free_blocks + self.cached_free.num_free_blocks
-
-    def get_new_blocks(self, num_blocks):
-        if num_blocks <= self.free_block_queue.num_free_blocks:
-            return super().get_new_blocks(num_blocks)
-        if num_blocks > self.num_free_blocks:
-            raise ValueError(
-                f"{num_blocks} blocks cannot be taken: {self.num_free_blocks} are free"
-            )
-        blocks = super().get_new_blocks(self.free_block_queue.num_free_blocks)
-        evicted = self.cached_free.popleft_n(num_blocks - len(blocks))
-        for block in evicted:
-            del self.cached_blocks[block.key[0]]
-            block.key, block.ref_cnt = None, 1
-        self.num_evictions += len(evicted)
-        return blocks + evicted
-
-    def touch(self, blocks):
-        for block in blocks:
-            if block.ref_cnt == 0:
-                (self.cached_free if block.key else self.free_block_queue).remove(block)
-            block.ref_cnt += 1
-
-    def queue_free(self, blocks):
-        with_key = [block for block in blocks if block.key]
-        if len(with_key) < len(blocks):
-            self.free_block_queue.append_n([block for block in blocks if not block.key])
-        self.cached_free.append_n(with_key)
-
-    def get_all_free_blocks(self):
-        return super().get_all_free_blocks() + self.cached_free.get_all_free_blocks()
-
-    def publish(self, block, key, parent) -> None:
-        """From now on it is found by this key, and its content does not change."""
-        self.num_publications += 1
-        block.key, block.parent, block.publication = key, parent, self.num_publications
-        block.num_hits = 0
-        self.cached_blocks[key[0]] = block
-
-    def unpublish(self, block) -> None:
-        """Nobody finds it any more; who holds it keeps it."""
-        if block.ref_cnt == 0:
-            self.cached_free.remove(block)
-        del self.cached_blocks[block.key[0]]
-        block.key = None
-        if block.ref_cnt == 0:
-            self.free_block_queue.append(block)
-
-    def check(self, holders):
-        super().check(holders)
-        for block in self.cached_free.get_all_free_blocks():
-            if block.key is None:
-                raise InvariantBroken(f"{block} waits among the cached ones, but has no key")
-        for block in self.free_block_queue.get_all_free_blocks():
-            if block.key is not None:
-                raise InvariantBroken(f"{block} has a key, but waits among those without")
-        published = {block.key[0]: block for block in self.blocks if block.key}
-        if published != self.cached_blocks:
-            wrong = sorted(
-                block.block_id
-                for block in {*published.values(), *self.cached_blocks.values()}
-                if self.cached_blocks.get(block.key and block.key[0]) is not block
-            )
-            raise InvariantBroken(f"the map of keys and the keys of blocks {wrong} differ")
-
-
 class PrefixCachingKVCacheManager(PagedKVCacheManager):
     """Paged blocks, of which the full ones are found again by whoever has the same beginning.
 
@@ -143,8 +44,9 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
     they are taken for something else. A whole prompt that is found is cut by a block, so that at
     least its last token is left to run.
 
-    eviction: "lru" (the default), "fifo", "lfu", or a class with the methods of the free queue.
-    max_pinned_blocks: how many blocks pin() may name at most.
+    eviction: "lru" (the default), "fifo", "lfu", "pinned" (see pin), or a class with the methods of
+        the free queue.
+    max_pinned_blocks: how many blocks pin() may name at most; by default a quarter of the pool.
     hash_fn: bytes -> bytes, for tests of collisions.
 
     num_evictions: cached blocks that were taken for something else.
@@ -157,19 +59,25 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
         *,
         max_model_len=None,
         eviction="lru",
-        max_pinned_blocks=0,
+        max_pinned_blocks=None,
         hash_fn=digest,
     ):
         if isinstance(eviction, str) and eviction not in EVICTION:
             raise ValueError(f"eviction is {eviction!r}; known: {', '.join(EVICTION)}")
         self._order = EVICTION[eviction] if isinstance(eviction, str) else eviction
+        self._pins = getattr(self, "_pins", set())  # they outlive a reset()
         super().__init__(num_blocks, block_size, max_model_len=max_model_len)
+        if max_pinned_blocks is None:
+            max_pinned_blocks = self.num_blocks // 4
         self.max_pinned_blocks = require_int("max_pinned_blocks", max_pinned_blocks, at_least=0)
         self.hash_fn = hash_fn
         self._published = {}  # request_id -> (full blocks looked at, the last of them in the map)
 
     def _new_pool(self):
-        return CachingBlockPool(self.num_blocks, self._order())
+        order = self._order()
+        if isinstance(order, Pinned):
+            order.pinned = self._pins
+        return CachingBlockPool(self.num_blocks, order)
 
     @property
     def num_free_blocks(self):
@@ -187,9 +95,10 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
     # -- keys --------------------------------------------------------------------------------
 
     def block_keys(self, request, num_blocks):
-        """At least the first num_blocks keys of the request; they are remembered on it, so that
+        """The keys of the request's first num_blocks full blocks, or more of them; they are remembered on it, so that
         each is computed once, however often it is asked for. Tokens counted: known ones."""
         keys = request.block_keys
+        num_blocks = min(num_blocks, request.num_tokens // self.block_size)  # full ones only
         if len(keys) < num_blocks:
             if request.token_ids is None:
                 self._extend_without_tokens(request, keys, num_blocks)
@@ -249,8 +158,7 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
             )
         num_new_blocks = cdiv(num_tokens, self.block_size) - len(hit)
         num_needed = max(num_new_blocks, cdiv(must_fit, self.block_size) - len(hit))
-        num_idle = sum(block.ref_cnt == 0 for block in hit)  # free until now, and not from now on
-        if num_needed + num_idle + keep_free > self.num_obtainable_blocks(request):
+        if num_needed + keep_free > self.num_obtainable_blocks(request, hit):
             return None
         self.block_pool.touch(hit)
         for block in hit:
@@ -299,6 +207,52 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
         if tail.ref_cnt == 1 and tail.key is not None:
             self.block_pool.unpublish(tail)
         super()._make_own(table, tail, new_blocks)
+
+    # -- pins ----------------------------------------------------------------------------------
+
+    def pin(self, request) -> int:
+        """Keeps the full blocks of the request's prompt, whenever they are computed, from whoever
+        would evict them, and returns their number. The request itself need never be served.
+
+        Kept blocks yield when nothing else can run: to a request that alone holds blocks.
+        Raises ValueError without eviction="pinned", and beyond max_pinned_blocks."""
+        return self._set_pins(self._pins | self._digests(request))
+
+    def unpin(self, request) -> int:
+        """Its blocks, even those that another pinned prompt begins with, are cached as any other.
+        Returns the number of blocks still pinned."""
+        return self._set_pins(self._pins - self._digests(request))
+
+    def _digests(self, request):
+        num_blocks = request.num_prompt_tokens // self.block_size
+        return {key[0] for key in self.block_keys(request, num_blocks)[:num_blocks]}
+
+    def _set_pins(self, digests):
+        order = self.block_pool.cached_free
+        if not isinstance(order, Pinned):
+            raise ValueError(
+                f"eviction by {type(order).__name__} keeps no pins: make the manager with "
+                'eviction="pinned"'
+            )
+        if len(digests) > self.max_pinned_blocks:
+            raise ValueError(
+                f"{len(digests)} blocks would be pinned, but max_pinned_blocks is "
+                f"{self.max_pinned_blocks} of the pool's {self.num_blocks}"
+            )
+        waiting = order.get_all_free_blocks()
+        for block in waiting:
+            order.remove(block)
+        self._pins = order.pinned = digests
+        order.append_n(waiting)
+        return len(digests)
+
+    def num_obtainable_blocks(self, request, hit=()):
+        order = self.block_pool.cached_free
+        num_free = self.num_free_blocks - sum(block.ref_cnt == 0 for block in hit)
+        if not isinstance(order, Pinned) or not self.tables.keys() - {request.request_id}:
+            return num_free
+        num_hit = sum(block.ref_cnt == 0 and block.key[0] in order.pinned for block in hit)
+        return num_free - (order.kept.num_free_blocks - num_hit)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all that is cached. False, and nothing changes, while a request holds blocks."""

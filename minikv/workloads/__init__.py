@@ -41,6 +41,15 @@ class RequestClass:
     prompt_lengths: object
     output_lengths: object
 
+    @property
+    def prefix(self) -> tuple:
+        """(prefix_id, prefix_len) of its requests: what their prompts share."""
+        lengths = self.prompt_lengths
+        if not isinstance(lengths, Prefixed) or not lengths.num_prefix_tokens:
+            return None, 0
+        prefix_id = self.name if lengths.prefix_id is None else lengths.prefix_id
+        return prefix_id, lengths.num_prefix_tokens
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -76,6 +85,7 @@ class Workload:
             members = np.flatnonzero(kinds == kind)
             prompts[members] = each.prompt_lengths.sample(rng, len(members))
             outputs[members] = each.output_lengths.sample(rng, len(members))
+        prefixes = [each.prefix for each in self.classes]
         rows = zip(times.tolist(), kinds.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
         return [
             Request(
@@ -83,6 +93,8 @@ class Workload:
                 num_prompt_tokens=num_prompt_tokens,
                 max_tokens=max_tokens,
                 arrival_time=time,
+                prefix_id=prefixes[kind][0],
+                prefix_len=prefixes[kind][1],
             )
             for i, (time, kind, num_prompt_tokens, max_tokens) in enumerate(rows)
         ]
@@ -110,7 +122,7 @@ def alpaca(rate=1.0, cv_prompt=0.8, cv_output=1.2) -> Workload:
 def shared_header(rate=1.0) -> Workload:
     """A service whose prompts begin with one 200-token header, before a short question; one prompt
     in twenty is a long document of its own, with no header. Made up, to be unlike chats in one
-    thing: needs that differ by a factor of twenty."""
+    thing: needs that differ by a factor of twenty. The header is named: a prefix cache finds it."""
     answers = LogNormal.of_median(200, 0.9, high=1_500)
     questions = Prefixed(200, LogNormal.of_median(67, 0.8, high=2_000))
     return Workload(

@@ -106,10 +106,13 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Prefixed:
-    """num_prefix_tokens that every prompt begins with, then what `rest` draws."""
+    """num_prefix_tokens that every prompt begins with, then what `rest` draws.
+
+    prefix_id: who else begins with them: all prompts of this id. None: those of its class alone."""
 
     num_prefix_tokens: int
     rest: object
+    prefix_id: str | None = None
 
     def __post_init__(self):
         require_int("num_prefix_tokens", self.num_prefix_tokens, at_least=0)
