@@ -1,0 +1,973 @@
+# %% [markdown]
+# # 07 Prefix sharing
+#
+# Chapter 04 gave each request a table that names its blocks. Nothing says that a block
+# may stand in one table only. If two requests begin alike, their first blocks would hold
+# the same keys and values. So they can be the same blocks. They are computed once, and
+# they lie in memory once.
+#
+# This is the last of the four steps of this course: contiguous, fragmented, paged,
+# shared. Real engines have had most of their wrong answers here. So the chapter is as
+# much about being right as about being fast.
+#
+# What it adds to `minikv`:
+#
+# | file | what it is |
+# |---|---|
+# | `kv_cache/paged.py` | grows: forks, and copying a block before it is written |
+# | `kv_cache/prefix.py` | finds the blocks of a known beginning; the default manager from now on |
+# | `kv_cache/block_cache.py`, `eviction.py` | blocks that outlive their requests; which of them goes first |
+# | `kv_cache/radix.py` | the same on a tree of tokens |
+#
+# **Predict, run, explain**, as before.
+
+# %% imports
+from hashlib import sha256
+from statistics import median
+
+import numpy as np
+import torch
+
+import minikv.viz as viz
+from minikv import LLM, Request, SamplingParams, Scheduler, show
+from minikv.experiments import NUM_SLOTS, prompts_run
+from minikv.kv_cache.paged import BlockPool, PagedKVCacheManager
+from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
+from minikv.model.loader import load
+from minikv.observe.pool import snapshot_of
+from minikv.simulator import Simulation, StepTime
+from minikv.specs import GPUS, MODELS
+
+# %% load
+loaded = load("smollm2", dtype="float32", device="cpu")
+model, tokenizer, spec = loaded
+START = tokenizer.bos_token_id
+
+
+def ids_of(text):
+    return tokenizer(text).input_ids
+
+
+def text(token_id):
+    return "<SOS>" if token_id == START else tokenizer.decode([token_id])
+
+
+A = [START, *ids_of(" I think this movie is better")]
+print("A of chapter 02 once more:", len(A), "tokens")
+
+# %% [markdown]
+# ## The bill
+#
+# A library answers questions. In front of each question stand the same instructions.
+
+# %% instructions
+INSTRUCTIONS = """You are the assistant of a public library. Answer the question of a \
+visitor in at most three sentences. Use simple words, and write in the language of the \
+question. If you do not know the answer, say so, and name the desk where the visitor can \
+ask. Never give medical or legal advice; name a book instead. Do not talk about other \
+visitors, about what they have borrowed, or about the people who work here. The library \
+opens at nine in the morning and closes at seven in the evening. On Sundays it is closed. \
+Children under ten need a card that their parents have signed. A book can be kept for \
+four weeks, and it can be renewed twice, unless somebody waits for it. A late book costs \
+twenty cents a day, and never more than the price of the book. There is a reading room on \
+the second floor, where no one may talk, and a room for groups on the first floor, which \
+has to be reserved a day before. Be friendly, even if the visitor is not. Question: """
+HEADER = ids_of(INSTRUCTIONS)[:200]
+print(len(HEADER), "tokens of instructions in front of every question")
+
+# %% [markdown]
+# > **Predict.** Two questions come each second. How many tokens of instructions does the
+# > server compute in an hour? How many different ones are there?
+
+# %% bill
+vicuna, h100 = MODELS["Vicuna 13B v1.5 16K"], GPUS["H100 SXM"]
+step_time = StepTime(vicuna, h100)
+asked = 2 * 3600
+tokens, header_bytes = asked * len(HEADER), len(HEADER) * vicuna.kv_bytes_per_token
+print(f"{asked:,} questions an hour: {tokens:,} tokens of instructions")
+print(f"of them different: {len(HEADER)}")
+print(f"{vicuna.name}: {vicuna.kv_bytes_per_token:,} bytes per token, so the")
+print(f"instructions are {header_bytes / 1e6:.0f} MB each time, "
+      f"{asked * header_bytes / 1e12:.2f} TB written in the hour")
+print(f"computing them takes {tokens * step_time.s_per_token:.0f} s of an H100's hour")
+
+# %% [markdown]
+# That is the work. There is a bill for the memory, too: the instructions lie in the pool
+# as often as questions are being answered. We let the simulator count them.
+
+# %% bill-memory
+from minikv.workloads import Fixed, LogNormal, Poisson, Prefixed, RequestClass, Uniform, Workload
+
+lengths = Prefixed(len(HEADER), LogNormal.of_median(67, 0.8, high=2_000), "instructions")
+answers = LogNormal.of_median(200, 0.9, high=1_500)
+questions = Workload("q", Poisson(2.0), (RequestClass("question", 1.0, lengths, answers),))
+run = Simulation(Scheduler(PagedKVCacheManager(NUM_SLOTS // 16, 16)), step_time)
+running = run.run(questions.requests(duration_s=300, seed=0)).summary()["mean_num_seqs"]
+print(f"{running:.1f} questions are answered at once, so the instructions lie there")
+print(f"{running:.1f} times: {running * header_bytes / 1e9:.2f} GB instead of "
+      f"{header_bytes / 1e9:.2f} GB")
+
+# %% [markdown]
+# There are two ways to share. A request can *fork*: it is known from the start that two
+# answers have one prompt. Or a request can *find* what another has left. We begin with
+# the first, which is simpler.
+#
+# ## 1. Two answers from one prompt
+#
+# Somebody asks for two answers to A. We take the pool by hand of chapter 04, with blocks
+# of four. The seven tokens of A are `a` to `g`. Both answers get the same table.
+#
+# > **Predict.** Each answer writes its first token, `1` and `2`. What does each of them
+# > read afterwards?
+
+# %% by-hand
+SIZE = 4
+slots = list("abcdefg.") + ["."] * 8
+tables = {"one": [0, 1], "two": [0, 1]}
+
+
+def slot_of(name, position):
+    return tables[name][position // SIZE] * SIZE + position % SIZE
+
+
+def read(name, num_tokens=8):
+    return "".join(slots[slot_of(name, p)] for p in range(num_tokens))
+
+
+# %% written-twice
+slots[slot_of("one", 7)] = "1"
+slots[slot_of("two", 7)] = "2"
+print("one reads", read("one"), "and two reads", read("two"))
+
+# %% [markdown]
+# Both read `2`. The first answer has lost its token, and nothing has crashed.
+#
+# The full block did no harm: nobody writes to a full block. Only the last block, the
+# tail, is written to again. So the rule is **copy-on-write**: whoever wants to write into
+# a block that others hold copies it first. `ref_cnt` of chapter 04 says whether others
+# hold it.
+
+# %% copy-on-write
+slots[7] = "."
+pool = BlockPool(4)
+pool.touch(pool.get_new_blocks(2))  # the second table
+
+
+def write(name, position, content):
+    place = position // SIZE
+    tail = pool.blocks[tables[name][place]]
+    if tail.ref_cnt > 1:
+        [own] = pool.get_new_blocks(1)
+        at, to = tail.block_id * SIZE, own.block_id * SIZE
+        slots[to : to + SIZE] = slots[at : at + SIZE]
+        tables[name][place] = own.block_id
+        pool.free_blocks([tail])
+    slots[slot_of(name, position)] = content
+
+
+# %% [markdown]
+# > **Predict.** The answers write again. How many blocks are copied, and by whom?
+
+# %% copied-once
+write("one", 7, "1")
+print(tables, "ref_cnt:", [block.ref_cnt for block in pool.blocks])
+write("two", 7, "2")
+print(tables, "ref_cnt:", [block.ref_cnt for block in pool.blocks])
+print("one reads", read("one"), "and two reads", read("two"))
+
+# %% [markdown]
+# One block is copied, by the first to write. The second is then alone with the old tail,
+# so it writes in place. With *n* answers there are *n* − 1 copies of one block, however
+# long the prompt is.
+#
+# The package does the same. `fork` gives the child its parent's blocks. (The child counts
+# one token less than the parent. It runs the last token of the prompt itself, since it
+# needs the logits there to sample its own first token.)
+
+# %% fork
+manager = PagedKVCacheManager(8, SIZE)
+one, two, three = forks = [Request(name, A, max_tokens=5) for name in ("one", "two", "three")]
+manager.allocate_slots(one, len(A))
+one.num_computed_tokens = len(A)
+for child in (two, three):
+    child.num_computed_tokens = len(A) - 1
+    manager.fork(one, child)
+print(manager.tables, "copies:", manager.copies())
+
+
+# %% fork-tree
+def tree(title):
+    labels = {r.request_id: [*map(text, A), "…"] for r in forks}
+    counts = [block.ref_cnt for block in manager.block_pool.blocks]
+    return viz.fork_tree(snapshot_of(manager, 0), labels, counts, title=title)
+
+
+card, boxes = tree("After two forks")
+assert [box.num_holders for box in boxes] == [3, 3]
+card
+
+# %% [markdown]
+# What several requests hold is drawn once, as high as they are many. A fork has copied
+# nothing. (It is a common belief that it copies the prompt.)
+#
+# > **Predict.** Now each of the three computes one more token. The parent comes first.
+# > How many copies are there, and who writes in place?
+
+# %% each-writes
+for request in forks:
+    manager.allocate_slots(request, 1)
+    request.num_computed_tokens += 1
+print(*manager.copies(), sep="\n")
+manager.check()
+
+# %% fork-tree-after
+card, boxes = tree("After each has written one token")
+assert sorted(box.num_holders for box in boxes) == [1, 1, 1, 3]
+card
+
+# %% [markdown]
+# `copies()` lists what the runner has to copy before the step writes anything. The last
+# of the three found `ref_cnt` 1 and kept block 1.
+#
+# The engine forks for `n` answers. We compare it with a manager that cannot fork, so that
+# each answer computes the prompt again.
+
+# %% four-answers
+class NoForks(PagedKVCacheManager):
+    def fork(self, parent, child):
+        return False
+
+
+def four_answers(manager):
+    pool = {"block_size": SIZE, "num_gpu_blocks_override": 64, "max_model_len": 40}
+    llm = LLM(loaded, kv_cache_manager=manager, **pool)
+    params = SamplingParams(n=4, max_tokens=10, temperature=0.8, ignore_eos=True)
+    prompt = ids_of("The best thing about a rainy day is that you can")
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    blocks = max(step.num_blocks_in_use for step in llm.metrics.steps)
+    computed = sum(step.num_tokens for step in llm.metrics.steps)
+    return [each.text for each in output.outputs], blocks, computed
+
+
+# %% four-answers-run
+with_forks, without = four_answers(PagedKVCacheManager), four_answers(NoForks)
+assert with_forks[0] == without[0]
+print("the same four answers;")
+print(f"with forks    {with_forks[1]} blocks at most, {with_forks[2]} tokens computed")
+print(f"without forks {without[1]} blocks at most, {without[2]} tokens computed")
+
+# %% [markdown]
+# The answers do not depend on it, and memory and work are saved. How much is saved
+# depends on how long the prompt is beside the answers.
+#
+# ## 2. Why equal tokens are not enough
+#
+# Two visitors who do not know each other send the same instructions. The second should
+# *find* the blocks of the first. It is tempting to look blocks up by their tokens. We
+# read from the pool what this would give.
+#
+# > **Predict.** The same five tokens come after two different beginnings of the same
+# > length, and after a shorter one. In which layers are their K and V equal?
+
+# %% beginnings
+FIVE = ids_of(" The movie is very good")
+BEGINNINGS = {
+    "the first": ids_of(" Answer in French. I think"),
+    "another": ids_of(" Nobody here says that all of"),
+    "a shorter one": ids_of(" Nobody says"),
+}
+print([text(token) for token in FIVE], "after beginnings of",
+      [len(ids) for ids in BEGINNINGS.values()], "tokens")
+
+# %% kv-of
+reader = LLM(loaded, block_size=SIZE, num_gpu_blocks_override=16, max_model_len=40)
+
+
+def kv_of(prompt, start):
+    "K and V of the five tokens from `start` on: [layers, 2, kv heads, 5, head_dim]."
+    reader.reset_prefix_cache()
+    reader.add_request(prompt, SamplingParams(max_tokens=2, ignore_eos=True), "r")
+    reader.step()
+    table = torch.tensor(reader.manager.tables["r"])
+    rows = [pool[:, table].transpose(1, 2).flatten(2, 3) for pool in reader.runner.pools]
+    reader.abort("r")
+    return torch.stack(rows)[:, :, :, start : start + len(FIVE)].clone()
+
+
+def after(beginning, *rest):
+    return kv_of([*beginning, *FIVE, *rest], len(beginning))
+
+
+# %% compare-kv
+def difference(kv, other):
+    "Of K and V in each layer: how far apart, as a share of their length."
+    return (kv - other).flatten(2).norm(dim=-1) / kv.flatten(2).norm(dim=-1)
+
+
+first = BEGINNINGS["the first"]
+base = after(first)
+apart = {name: difference(base, after(ids)) for name, ids in BEGINNINGS.items()}
+apart["other text behind"] = difference(base, after(first, *ids_of(" and much too long")))
+for name in ("other text behind", "another", "a shorter one"):
+    (k0, v0), (k9, v9) = apart[name][0], apart[name][9]
+    print(f"{name:18} layer 0: K {k0:.2f} V {v0:.2f}    layer 9: K {k9:.2f} V {v9:.2f}")
+
+# %% compare-figure
+from minikv.viz.gantt import curves
+
+lines = {
+    f"{kind} after {name} beginning".replace("one beginning", "one"):
+    [(layer, float(x)) for layer, x in enumerate(apart[name][:, i])]
+    for name in ("another", "a shorter one") for i, kind in enumerate("KV")
+}
+card, drawn = curves(lines, title="The same five tokens: how far K and V are apart",
+                     xlabel="layer", ylabel="difference, share of the length")
+assert drawn["V after another beginning"][0][1] < 1e-5 < drawn["V after a shorter one"][1][1]
+assert apart["other text behind"].max() < 1e-5
+card
+
+# %% [markdown]
+# - What stands *behind* the five tokens changes nothing. Attention looks back only.
+# - In layer 0, V depends on the token alone, so V is always equal. K is turned by its
+#   position, so it is equal only at the same position.
+# - From layer 1 on, nothing is equal any more. Each layer has mixed what stands before
+#   into the tokens. **K and V carry their position and their whole history.**
+#
+# What would a careless cache do? We give one prompt the blocks of the other, as if equal
+# tokens were enough.
+
+# %% careless
+def go_on(careless):
+    other = BEGINNINGS["another"]
+    reader.reset_prefix_cache()
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    reader.add_request([*other, *FIVE], params, "r")
+    reader.step()
+    if careless:
+        for pool, kv in zip(reader.runner.pools, base, strict=True):
+            for i in range(len(FIVE)):
+                block, offset = divmod(len(other) + i, SIZE)
+                pool[:, reader.manager.tables["r"][block], :, offset] = kv[:, :, i]
+    while reader.has_unfinished_requests():
+        [output] = reader.step()
+    return output.outputs[0].text
+
+
+# %% careless-run
+print("own blocks:  ", repr(go_on(False)))
+print("another's:   ", repr(go_on(True)))
+
+# %% [markdown]
+# The text is fluent, and it is a wrong answer. Nothing crashes, and `check()` sees
+# nothing.
+#
+# So the key of a block must stand for its tokens *and* for all that comes before it. We
+# chain: each key is a digest of the key before it and the block's own tokens.
+
+# %% chain
+def keys(ids):
+    parent, found = b"", []
+    for at in range(0, len(ids) - SIZE + 1, SIZE):
+        parent = sha256(parent + repr(ids[at : at + SIZE]).encode()).digest()
+        found.append(parent.hex()[:6])
+    return found
+
+
+for ids in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], [0, 2, 3, 4, 5, 6, 7, 8]):
+    print(ids, keys(ids))
+
+# %% [markdown]
+# The first two prompts have the same keys. In the third prompt only the first token
+# differs, and *both* keys are others. The last prompt's second block has the same tokens
+# `5 6 7 8`, and it is not found. A block that is not full has no key, since it is still
+# being written.
+#
+# Here is the package's code, and the search that uses it:
+
+# %% show-keys
+show(PrefixCachingKVCacheManager._extend)
+
+# %% show-search
+show(PrefixCachingKVCacheManager.find_longest_cache_hit)
+
+# %% [markdown]
+# The search stops at the first block that is missing. It also *compares*: the tokens, and
+# the number of the parent's publication. Equal digests are not taken as a proof of equal
+# content. So a bad digest costs hits, and never a right answer. We can try it: this
+# digest sees the tokens of the block only, and not the parent.
+#
+# > **Predict.** Five prompts alternate between two beginnings. With which digest are more
+# > tokens found?
+
+# %% blind
+def hits(digest):
+    manager, found = PrefixCachingKVCacheManager(32, SIZE, **digest), []
+    for i, start in enumerate((1, 2, 1, 2, 1)):
+        r = Request(f"{i}", [start] * 4 + [7] * 8 + [9], max_tokens=1)
+        found.append(manager.get_num_cached_tokens(r))
+        hit = {"num_cached_tokens": found[-1]} if found[-1] else {}
+        manager.allocate_slots(r, r.num_tokens - found[-1], **hit)
+        r.num_computed_tokens = r.num_tokens
+        manager.cache_blocks(r)
+        manager.free(r)
+    return found
+
+
+print("chained:", hits({}))
+print("blind:  ", hits({"hash_fn": lambda data: sha256(data[-4 * SIZE :]).digest()}))
+
+# %% [markdown]
+# The blind digest finds less. The blocks of the two beginnings drive each other out of
+# the map, under one key. A test that looks at answers only would never notice.
+#
+# ## 3. The life of a block
+#
+# When a request ends, its blocks are free. Chapter 04 said that freed is not erased. Now
+# a freed block with a key can also be *found*. So a block has three states: in use,
+# cached and free, and free without a key. We follow five requests through a pool of eight
+# blocks. `C` begins as A did, `D` and `E` are strangers.
+
+# %% story
+manager = PrefixCachingKVCacheManager(8, SIZE)
+look, guests = viz.LifeRecorder(manager), {}
+
+
+def comes(name, ids):
+    r = guests[name] = Request(name, ids, max_tokens=8)
+    found = manager.get_num_cached_tokens(r)
+    hit = {"num_cached_tokens": found} if found else {}
+    manager.allocate_slots(r, len(ids) - found, **hit)
+    r.num_computed_tokens = len(ids)
+    manager.cache_blocks(r)
+    look(f"{name} comes")
+
+
+def ends(name):
+    manager.free(guests[name])
+    look(f"{name} ends")
+
+
+# %% story-run
+same = [1, 2, 3, 4, 5, 6, 7, 8]
+comes("A", [*same, 9, 10])
+comes("B", [*same, 20, 21, 22])
+ends("A")
+ends("B")
+comes("C", [*same[:4], 30, 31])
+comes("D", list(range(50, 62)))
+ends("C")
+print("cached and free:", manager.num_cached_free_blocks, "of", manager.num_free_blocks, "free")
+
+# %% [markdown]
+# > **Predict.** `E` comes with twelve tokens that nobody else has. Three blocks are free
+# > without a key, and two are cached. Which does it take? And what goes first, when `F`
+# > comes after it with as many?
+
+# %% story-goes-on
+comes("E", list(range(70, 82)))
+ends("D")
+comes("F", list(range(90, 106)))
+ends("E")
+ends("F")
+card, spans = viz.block_lives(look.looks)
+assert {s.holders for s in spans if s.block_id == 0 and s.state == "live"} >= {("A", "B"), ("C",)}
+assert [s.writer for s in spans if s.block_id == 1][-1] == "F"
+card
+
+# %% [markdown]
+# Read a lane from left to right. Block 0 is written by A, shared with B, and then free,
+# but **`ref_cnt` 0 does not mean gone**: C finds it. Two rules say what is taken next.
+#
+# - **Blocks without a key go first.** Nothing is lost with them. So E takes no cached
+#   block.
+# - **Then the least recently used, and of one request the tail first.** A block is of no
+#   use without those before it, so the head should stay longest. F takes block 1, the
+#   second block of A, and block 0 is still there.
+#
+# The player goes through the same story. The numbers at the right say in which order free
+# blocks will be taken.
+
+# %% player
+viz.lives_player(look.looks)
+
+# %% [markdown]
+# ## 4. What a hit saves, and what it does not
+#
+# Now the real model. Each question comes behind the instructions, twice: first into an
+# empty cache, then with the instructions cached.
+#
+# > **Predict.** By which factor does the time to the first token change? And the time
+# > between two later tokens?
+
+# %% hit-or-miss
+llm = LLM(loaded, max_model_len=512, num_gpu_blocks_override=160)
+params = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+def ask(question):
+    [output] = llm.generate([HEADER + ids_of(question)], params, use_tqdm=False)
+    times = output.metrics[0]
+    return times.ttft, times.tpot, output.num_cached_tokens
+
+
+def pair(i):
+    "The same question length, without and with the instructions in the cache."
+    llm.reset_prefix_cache()
+    return ask(f"Where do I find book number {i}?"), ask(f"Who has read book number {i}?")
+
+
+# %% hit-or-miss-found tags=["nbval-check-output"]
+pair(0)  # the first run of a process is slower
+pairs = [pair(i) for i in range(1, 6)]
+print("found without and with the cache:", {(a[2], b[2]) for a, b in pairs})
+num_tokens = len(HEADER) + len(ids_of("Where do I find book number 1?"))
+skipped = pairs[0][1][2] / num_tokens
+print(f"with it {skipped:.0%} of the {num_tokens} tokens need not be computed")
+
+# %% hit-or-miss-times tags=["nbval-ignore-output"]
+for name, i in (("time to the first token", 0), ("time per later token", 1)):
+    ratios = sorted(hit[i] / miss[i] for miss, hit in pairs)
+    print(f"{name}: with the hit {median(ratios):.2f} of that without "
+          f"(from {ratios[0]:.2f} to {ratios[-1]:.2f} in {len(ratios)} pairs)")
+
+# %% [markdown]
+# The first token comes several times sooner: the skipped tokens are not computed. What
+# remains is the question's own tokens, and the fixed costs of a step. On a server a
+# request also waits in a queue, and the hit does not shorten the wait of the request in
+# front.
+#
+# **The later tokens come no sooner**, but for noise. A decode step reads the K and V of
+# all tokens before it, whoever computed them. It is a common belief that sharing speeds
+# up decoding.
+#
+# And the memory? Eight visitors are answered at once. In the first run all of them come
+# in one step. In the second run the first is one step ahead.
+#
+# > **Predict.** How many blocks do the eight hold, in each run?
+
+# %% eight tags=["nbval-check-output"]
+def eight(ahead):
+    llm.reset_prefix_cache()
+    for i in range(8):
+        llm.add_request(HEADER + ids_of(f" Book {i}?"), params, f"visitor {i}")
+        if i == 0 and ahead:
+            llm.step()
+    llm.step()
+    held = {name: len(table) for name, table in llm.manager.tables.items()}
+    in_use = llm.manager.num_blocks - llm.manager.num_free_blocks
+    print(f"{len(held)} run; in their tables {sum(held.values())} entries, "
+          f"in use {in_use} blocks")
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
+eight(ahead=False)
+eight(ahead=True)
+
+# %% [markdown]
+# A block is published when it is *written*, at the end of a step. So requests that come
+# in the same step do not find each other's blocks. With the first one ahead, the others
+# share.
+#
+# What is left when all have gone?
+
+# %% idle tags=["nbval-check-output"]
+report, manager = llm.memory_report(), llm.manager
+print(f"cached: {report.cached} slots, free: {report.free}, in use: {report.live}")
+print(f"blocks that can be had: {manager.num_free_blocks} of {manager.num_blocks}")
+
+# %% [markdown]
+# So sharing saves memory *while* requests share. Afterwards the cache holds blocks that
+# nobody needs now. They cost nothing: all of them can be had at once. But an operator who
+# watches "memory used" sees a full pool from now on.
+#
+# ## 5. Whole blocks only
+#
+# Only full blocks have keys.
+#
+# > **Predict.** The instructions have 200 tokens. How many of them are found with blocks
+# > of 16? Which block size finds the most?
+
+# %% block-sizes
+print("block size   full blocks in 200   tokens found")
+for size in (1, 8, 16, 32, 64, 128, 256):
+    found = prompts_run([HEADER + [5, 6, 7], HEADER + [8, 9, 10]], size).num_found
+    print(f"{size:10}{len(HEADER) / size:15.1f}{found[1]:18}")
+
+# %% [markdown]
+# With blocks of 16, 12 of 12.5 blocks are found. The half block is computed by everybody.
+# A block larger than the prefix finds *nothing*, and it says nothing either. So a hit
+# rate of 0% need not be a fault of the engine. Look at the length of the prefix first.
+#
+# The second silent fault is in the prompt. We ask ten questions each time.
+
+# %% timestamp tags=["nbval-check-output"]
+def hit_rate(prompts):
+    result = prompts_run(prompts, 16)
+    return sum(result.num_found) / sum(result.num_tokens)
+
+
+clock = [ids_of(f"It is {9 + i // 60:02}:{i % 60:02}. ") for i in range(10)]
+own = [ids_of(f"Where is book {i}?") for i in range(10)]
+rows = list(zip(clock, own, strict=True))
+print(f"instructions, question:        {hit_rate([HEADER + q for _, q in rows]):.0%}")
+print(f"instructions, time, question:  {hit_rate([HEADER + t + q for t, q in rows]):.0%}")
+print(f"time, instructions, question:  {hit_rate([t + HEADER + q for t, q in rows]):.0%}")
+print(f"15 tokens of instructions:     {hit_rate([HEADER[:15] + q for _, q in rows]):.0%}")
+
+# %% [markdown]
+# One timestamp at the top ruins it all. The first block differs, and with the chain every
+# block after it. So put what changes at the end of the prompt.
+#
+# One more surprise. The same prompt comes twice, and all its blocks are full.
+
+# %% whole-prompt tags=["nbval-check-output"]
+for length in (32, 33):
+    print(length, "tokens, found:", prompts_run([HEADER[:length]] * 2, 16).num_found[1])
+
+# %% [markdown]
+# Everything was there, but half of it is computed again. The engine needs the *logits* of
+# the last token, and they are not cached. So at least the last token has to be run, and a
+# hit ends with a whole block.
+#
+# **Write your prompts.** Six prompts come one after the other. What is found has the
+# colour of the prompt that computed it.
+
+# %% six-prompts
+SIX = [
+    "You are a helpful assistant. What is gravity?",
+    "You are a helpful assistant. What is light?",
+    "You are a helpful assistant. Why is the sky blue?",
+    "You are a helpful pirate. What is gravity?",
+    "You are kind.",
+    "What is gravity?",
+]
+six, labels = [ids_of(t) for t in SIX], [[text(i) for i in ids_of(t)] for t in SIX]
+card, rows = viz.prompt_hits(prompts_run(six, 4), labels)
+assert [row.num_found for row in rows] == [0, 8, 4, 4, 0, 0]
+card
+
+# %% [markdown]
+# The last prompt has the tokens of the first one's question, at another place. It finds
+# nothing. In the next cell you can change the prompts and the block size. It starts with
+# blocks of two. Which block size finds most? Which one would you choose, with chapter
+# 04's table of tails in mind?
+
+# %% lab
+viz.prompts_lab(prompts_run, SIX, lambda t: [(i, text(i)) for i in ids_of(t)], block_size=2)
+
+# %% [markdown]
+# ## 6. What is thrown out
+#
+# Cached blocks stay until somebody needs room. Will the instructions still be there when
+# the next question comes? We mix two kinds of requests. A question comes every ten
+# seconds, on average. Beside the questions come documents of 2,000 to 6,000 tokens, each
+# different. Nobody ever asks for a document's blocks again. <!-- source: `mixed` below -->
+
+# %% mixed
+def mixed(documents_per_minute, seed, seconds=600):
+    kinds = (RequestClass("question", 6, lengths, Fixed(24)),
+             RequestClass("document", documents_per_minute, Uniform(2_000, 6_000), Fixed(24)))
+    rate = (6 + documents_per_minute) / 60
+    return Workload("mixed", Poisson(rate), kinds).requests(duration_s=seconds, seed=seed)
+
+
+def play(manager, requests):
+    scheduler = Scheduler(manager, max_num_seqs=256, max_num_batched_tokens=2560)
+    return Simulation(scheduler, step_time).run(requests)
+
+
+# %% found-share
+def found_share(documents_per_minute, seed, eviction="lru"):
+    "The share of the questions that found the instructions."
+    manager = PrefixCachingKVCacheManager(NUM_SLOTS // 16, 16, eviction=eviction)
+    if eviction == "pinned":
+        manager.pin(header_of("instructions"))
+    run = play(manager, mixed(documents_per_minute, seed))
+    return np.mean([r.num_cached_tokens > 0 for r in run.requests if r.prefix_id])
+
+
+def header_of(name):
+    return Request(name, num_prompt_tokens=201, max_tokens=1, prefix_id=name, prefix_len=200)
+
+
+# %% [markdown]
+# The instructions are used at every question. In between they rest, and they move towards
+# the front of the queue. With LRU they are gone when so many new tokens have come as the
+# pool has slots.
+#
+# > **Predict.** The pool has 15,700 slots. How long do the instructions survive a rest,
+# > with 24 documents a minute? What share of the questions comes sooner than that?
+
+# %% rest
+LOADS, SEEDS = (3, 6, 12, 24), range(3)
+print("documents   new tokens   a rest that    questions that")
+print("a minute    per second   is survived    come sooner")
+predicted = {}
+for load in LOADS:
+    tokens_per_s = (load * 4000 + 6 * 150) / 60
+    survived = NUM_SLOTS / tokens_per_s
+    predicted[load] = 1 - np.exp(-survived / 10)  # the gaps of a Poisson process
+    print(f"{load:8}{tokens_per_s:13,.0f}{survived:14.0f} s{predicted[load]:14.0%}")
+
+# %% washed-out
+shares = {load: [found_share(load, seed) for seed in SEEDS] for load in LOADS}
+card, drawn = curves(
+    {"predicted": [(n, 100 * predicted[n]) for n in LOADS],
+     "LRU, mean of three seeds": [(n, 100 * np.mean(shares[n])) for n in LOADS]},
+    title="Questions that find the instructions", xlabel="documents a minute",
+    ylabel="percent of the questions")
+assert all(np.mean(shares[a]) > np.mean(shares[b]) for a, b in zip(LOADS, LOADS[1:]))
+for load in LOADS:
+    low, high = min(shares[load]), max(shares[load])
+    print(f"{load:2} documents a minute: {low:.0%} to {high:.0%} in {len(SEEDS)} seeds")
+card
+
+# %% [markdown]
+# The sum predicts it well. So LRU *holds* while the rest is short against the pool, and
+# it fails when a pool full of strangers passes in between. Nothing is wrong with the
+# cache then. LRU simply cannot know that a document never comes back. (The prediction
+# leaves out that running requests hold a part of the pool.)
+#
+# Do other orders know better? `fifo` gives up what was computed first. `lfu` gives up
+# what was found least often. `pinned` is told: `manager.pin(request)` names the blocks
+# that should stay.
+
+# %% orders
+print("share of the questions that find the instructions, lowest to highest seed:")
+print("documents a minute" + "".join(f"{name:>14}" for name in ("lru", "fifo", "lfu", "pinned")))
+for load in (6, 24):
+    row = f"{load:18}"
+    for order in ("lru", "fifo", "lfu", "pinned"):
+        seen = [found_share(load, seed, order) for seed in SEEDS]
+        row += f"{f'{min(seen):.0%} to {max(seen):.0%}':>14}"
+    print(row)
+
+# %% [markdown]
+# FIFO is the worst in every case: it forgets the instructions although everybody uses
+# them. LFU and the pin keep them. (LFU keeps yesterday's instructions just as well. We
+# have not measured that.)
+#
+# Is pinning free, then? We pin the instructions of more and more customers. Each has 200
+# tokens, and none of these customers asks anything now. The documents have to live with
+# what is left.
+#
+# > **Predict.** 40 customers pin 12 blocks each, of the pool's 981. Who pays?
+
+# %% pins
+def with_pins(num_customers, seed):
+    manager = PrefixCachingKVCacheManager(
+        NUM_SLOTS // 16, 16, eviction="pinned", max_pinned_blocks=600)
+    customers = [header_of(f"customer {i}") for i in range(num_customers)]
+    pinned = [manager.pin(customer) for customer in customers]
+    run = play(manager, customers + mixed(24, seed))
+    waits = [r.first_token_time - r.arrival_time for r in run.requests
+             if r.request_id.startswith("document")]
+    return max(pinned, default=0), np.percentile(waits, 95), run.summary()["num_preemptions"]
+
+
+# %% pins-table
+print(f"pool: {NUM_SLOTS // 16} blocks; documents' TTFT p95 and preemptions, by seed")
+print("customers  blocks pinned     TTFT p95, s          preemptions")
+for n in (0, 1, 20, 40):
+    pinned, p95, preempted = zip(*(with_pins(n, seed) for seed in SEEDS))
+    waits = "".join(f"{x:6.2f}" for x in p95)
+    print(f"{n:9}{pinned[0]:13}   {waits}      " + "".join(f"{x:5}" for x in preempted))
+
+# %% [markdown]
+# One customer's pin costs nothing that we can see. Half a pool of pins costs everybody
+# else: documents are preempted and wait longer. The pinned blocks are "cached" in every
+# report, and no request holds them. So a pin needs a limit (`max_pinned_blocks`), and
+# somebody who takes it away again (`unpin`).
+#
+# ## 7. The same on a tree
+#
+# SGLang's RadixAttention keeps no map of keys. It keeps a tree of tokens, in which each
+# path is a beginning that was seen. Prompts part where their tokens part, and not at the
+# end of a block. <!-- source: Zheng et al. 2024, section 3 -->
+#
+# > **Predict.** With blocks of four the six prompts found 16 tokens. How many do they find
+# > on a tree of tokens?
+
+# %% two-trees
+hashed = prompts_run(six, 4)
+card, boxes = viz.prompt_tree(hashed, labels, title="Hashes of blocks of 4")
+print("found with blocks of 4:", sum(hashed.num_found), "tokens")
+card
+
+# %% radix
+treed = prompts_run(six, 1)
+card, nodes = viz.prompt_tree(treed, labels, title="A radix tree")
+assert [node.num_holders for node in nodes][:4] == [5, 4, 3, 2]
+print("found on the tree:", sum(treed.num_found), "tokens")
+card
+
+# %% [markdown]
+# Both pictures have one box for what is shared. In the tree a box ends where prompts
+# part. So the third prompt shares `assistant .` too, and the fifth shares `You are`.
+#
+# With blocks of one token, hashes find exactly what the tree finds. The difference lies
+# elsewhere:
+#
+# | | hashes of blocks | radix tree |
+# |---|---|---|
+# | what is found | whole blocks | tokens; with larger blocks, the rest of a block is copied |
+# | one lookup | a digest per block | a walk over the tokens |
+# | index | one entry per block, independent of the others | nodes with children, that split and merge |
+# | evicted | blocks, by an order in a queue | leaves, so that no path is cut |
+#
+# ## 8. What a cache tells others
+#
+# A hit is fast, and time can be measured from outside. So a cache that all users share
+# answers a question that nobody has asked: *has somebody sent this text before?*
+#
+# A patient's letter goes through an assistant. The attacker knows the form of the letter
+# and not the diagnosis. He sends a letter with each guess, and takes the time to the
+# first token.
+#
+# > **Predict.** Only the few tokens of the diagnosis differ. Will the right guess stand
+# > out?
+
+# %% letters
+GUESSES = ("asthma", "diabetes", "migraine", "arthritis")
+
+
+def letter(diagnosis):
+    return ids_of(f"Diagnosis: {diagnosis}. Write to the patient. ") + HEADER[:104]
+
+
+def spy(victims_salt=None, attackers_salt=None):
+    "The victim sends one letter, the attacker all of them. Returns (found, TTFT)."
+    llm.reset_prefix_cache()
+    once, quiet = SamplingParams(max_tokens=1), {"use_tqdm": False}
+    llm.generate([letter("migraine")], once, cache_salt=victims_salt, **quiet)
+    seen = {}
+    for guess in GUESSES:
+        [o] = llm.generate([letter(guess)], once, cache_salt=attackers_salt, **quiet)
+        seen[guess] = o.num_cached_tokens, o.metrics[0].ttft
+    return seen
+
+
+# %% spy tags=["nbval-ignore-output"]
+spied = [spy() for _ in range(3)]
+slowest = [max(ttft for _, ttft in seen.values()) for seen in spied]
+print("TTFT, share of the slowest guess of its round:")
+for guess in GUESSES:
+    ttfts = (seen[guess][1] / slow for seen, slow in zip(spied, slowest, strict=True))
+    print(f"{guess:10}" + "".join(f"{x:7.2f}" for x in ttfts))
+
+# %% spy-found tags=["nbval-check-output"]
+print({guess: found for guess, (found, _) in spied[0].items()})
+assert all({g: f for g, (f, _) in seen.items()} ==
+           {g: f for g, (f, _) in spied[0].items()} for seen in spied)
+
+# %% [markdown]
+# The right guess stands out in every round. The chain makes it easy: a wrong word in the
+# *first* block misses everything behind it, too. (Each guess can be asked only once,
+# since it is cached afterwards.)
+#
+# The cure is a **salt**. It goes into the key of the first block, and through the chain
+# into all that follow. Users with different salts never share.
+
+# %% salted tags=["nbval-check-output"]
+for salts in (("clinic", "clinic"), ("clinic", "somebody else"), ("clinic", None)):
+    print(salts, {guess: found for guess, (found, _) in spy(*salts).items()})
+
+# %% [markdown]
+# With another salt, or with none, the attacker finds nothing. A user with the victim's
+# salt still does. So a salt is as good as the line that it draws: one for each customer
+# protects customers from each other, and each customer then pays for the instructions
+# once. vLLM has the same field, `cache_salt`. <!-- source: vLLM's documentation -->
+#
+# ## 9. A real trace
+#
+# Whether a cache is worth its trouble depends on the traffic. The operators of Kimi have
+# published theirs: each row has lengths, a time, and the keys of the prompt's blocks of
+# 512 tokens, which are chained as ours are. We make up five rows in this format.
+# <!-- source: Qin et al., FAST'25 -->
+
+# %% made-up-trace
+import tempfile
+from pathlib import Path
+
+ROWS = """\
+{"timestamp": 0, "input_length": 1300, "output_length": 20, "hash_ids": [0, 1, 2]}
+{"timestamp": 900, "input_length": 1900, "output_length": 30, "hash_ids": [0, 1, 3, 4]}
+{"timestamp": 1400, "input_length": 700, "output_length": 10, "hash_ids": [5, 6]}
+{"timestamp": 2000, "input_length": 2100, "output_length": 50, "hash_ids": [0, 1, 3, 7, 8]}
+{"timestamp": 2600, "input_length": 600, "output_length": 10, "hash_ids": [9, 10]}
+"""
+
+# %% made-up-hits tags=["nbval-check-output"]
+from minikv.experiments import hits_run
+from minikv.workloads.traces import open_trace
+
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder, "made_up.jsonl")
+    path.write_text(ROWS)
+    for num_blocks in (100, 5):
+        cache = PrefixCachingKVCacheManager(num_blocks, 512)
+        counts = hits_run(open_trace(path), cache)
+        print(f"{num_blocks:3} blocks: {counts.hit_blocks} of {counts.full_blocks} full "
+              f"blocks found, {counts.token_rate:.0f}% of all tokens")
+
+# %% [markdown]
+# The real files are too large for this course. We have run `python -m minikv simulate
+# hits --trace FILE` on two of them, and the next cell has copied its results. Beside them
+# stand the paper's rates.
+
+# %% real-traces
+from minikv.experiments import MOONCAKE_PAPER
+from minikv.experiments.hits import FIG9_CAPACITIES
+
+OURS = {  # percent of full blocks, LRU, by capacity in tokens; not computed in this chapter
+    "Conversation": {10**5: 4.3, 10**6: 5.7, 10**7: 30.4, 5 * 10**7: 37.9},
+    "Synthetic": {10**5: 1.8, 10**6: 15.2, 10**7: 59.6, 5 * 10**7: 65.9},
+}
+print("percent of full blocks found         ours   paper's Fig. 9")
+for paper in MOONCAKE_PAPER:
+    published = dict(zip(FIG9_CAPACITIES, paper.fig9, strict=True))
+    for capacity, rate in OURS.get(paper.name, {}).items():
+        print(f"{paper.name:13}{capacity:12,} tokens{rate:10.1f}{published[capacity]:10.1f}")
+
+# %% [markdown]
+# The two columns are close. They need not be equal: the paper does not say whether its
+# rates count blocks or tokens, nor of what block size. The chats need tens of millions of
+# tokens of capacity before their rate stops growing, far more than one GPU's memory has.
+# So such services keep cached blocks in the host's memory and on disks, too.
+# <!-- source: Qin et al., FAST'25 -->
+#
+# ## What this does not show
+#
+# - Times were measured on one CPU with a very small model, one request at a time. On a
+#   server most of the time to the first token may be the queue.
+# - The traffic of section 6 is made up, and so is its contrast: documents that never
+#   return, and one prefix that always does. Three seeds show the spread, not the truth.
+# - Equal answers were compared in `float32`. In `bfloat16` a hit may change the last
+#   bits, because the skipped tokens were computed in another batch.
+# - A hit rate says how much was found. It does not say what was saved: a hit of one block
+#   in front of a long answer saves hardly anything.
+# - The side channel was measured inside the process. A network adds noise, and an
+#   attacker takes more samples.
+#
+# ## What you have now
+#
+# - A block may stand in several tables. `ref_cnt` counts them, and a shared block is
+#   copied before somebody writes into it. A fork itself copies nothing.
+# - K and V depend on position and history. So a key is a chain, and a hit is compared.
+# - Only full blocks are found, and only from the first token on. The last token is always
+#   run.
+# - A hit saves prefill and time to the first token. It never speeds up decoding.
+# - Free is not gone: a cached block is free, and it waits in an order of eviction.
+# - LRU holds as long as the rest of a prefix is short against the pool. Pins cost others.
+# - A shared cache tells its users about each other. A salt draws the line.
+#
+# For the exercises, run `python -m minikv start 07`. These are the modules of `minikv` so
+# far:
+
+# %% lines-so-far tags=["nbval-ignore-output"]
+cache = ("base", "extents", "contiguous", "paged", "prefix", "block_cache", "eviction")
+parts = ["request", "specs", "metrics", *(f"kv_cache/{name}" for name in cache)]
+parts += ["scheduler", "workloads", "core", "simulator", "model/loader", "model/runner"]
+for part in viz.lines_of_minikv(parts):
+    print(f"{part.name:23} {part.num_lines:4} lines  {part.about}")
