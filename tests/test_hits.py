@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from minikv.commands import progress as progress_bars
 from minikv.commands.simulate import main
 from minikv.experiments import hits
-from minikv.experiments.hits import HitCounts, TraceFacts, coarser, facts_of, hits_run
+from minikv.experiments.hits import POLICIES, HitCounts, TraceFacts, coarser, facts_of, hits_run
 from minikv.kv_cache.base import cdiv
-from minikv.kv_cache.eviction import EVICTION
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
 from minikv.request import Request
 
@@ -107,7 +106,7 @@ class Checked(PrefixCachingKVCacheManager):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 40), st.sampled_from(sorted(EVICTION)))
+@given(st.integers(0, 10**6), st.integers(1, 40), st.sampled_from(sorted(POLICIES)))
 def test_the_manager_finds_what_a_dictionary_finds(seed, num_blocks, policy):
     prompts, reference = prompts_of(seed), DictionaryCache(num_blocks, policy)
     expected = HitCounts()
@@ -131,12 +130,12 @@ def test_the_policies_differ_on_such_traces():
             hits_run(requests_of(prompts_of(seed)), Checked(12, B, eviction=policy)).hit_blocks
             for seed in range(5)
         ]
-        for policy in EVICTION
+        for policy in POLICIES
     }
-    assert len({tuple(each) for each in found.values()}) == len(EVICTION) and max(found["lru"]) > 0
+    assert len({tuple(each) for each in found.values()}) == len(POLICIES) and max(found["lru"]) > 0
 
 
-@pytest.mark.parametrize("policy", EVICTION)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_pool_for_all_forgets_nothing(policy):
     for seed in range(10):
         prompts = prompts_of(seed)
@@ -212,12 +211,12 @@ def run(capsys, *argv):
 def test_the_command_prints_the_rates_of_its_runs(tmp_path, capsys):
     path, out = write_trace(tmp_path / "t.jsonl", PROMPTS, bad=["{damaged"]), tmp_path / "out.json"
     capacities = ["5,120", "10240", "inf", "inf"]
-    argv = ["--trace", path, "--capacity-tokens", *capacities, "--policy", *EVICTION, "lru"]
+    argv = ["--trace", path, "--capacity-tokens", *capacities, "--policy", *POLICIES, "lru"]
     status, captured = run(capsys, *argv, "--json", out)
     assert status == 0 and captured.err == f"{path}, line 2: is no JSON: {DAMAGED}; skipped\n"
     result = json.loads(out.read_text())
     rows = {(row["capacity_tokens"], row["policy"]): row for row in result["rows"]}
-    assert list(rows) == list(product([5120, 10240, "inf"], EVICTION))
+    assert list(rows) == list(product([5120, 10240, "inf"], POLICIES))
     for (capacity, policy), row in rows.items():
         num_blocks = 1_000 if capacity == "inf" else capacity // 512
         requests = [

@@ -11,8 +11,8 @@ import sys
 from minikv.commands.progress import RequestsProgress, SecondsProgress
 from minikv.commands.report import run_command
 from minikv.experiments import fig2, fig13, hits, paradox
+from minikv.experiments.hits import POLICIES
 from minikv.experiments.paper import HOUR_S, NUM_SLOTS, WARMUP_S
-from minikv.kv_cache.eviction import EVICTION
 from minikv.kv_cache.extents import FITS
 from minikv.request import require_int, require_number
 
@@ -181,7 +181,7 @@ def hits_main(argv):
         nargs="+",
         default=["lru"],
         metavar="NAME",
-        help=f"which cached block is taken first: {', '.join(EVICTION)} (default: lru)",
+        help=f"which cached block is taken first: {', '.join(POLICIES)} (default: lru)",
     )
     parser.add_argument("--requests", type=int, metavar="N", help="the first N of the trace only")
     parser.add_argument(

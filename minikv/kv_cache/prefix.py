@@ -95,8 +95,9 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
     # -- keys --------------------------------------------------------------------------------
 
     def block_keys(self, request, num_blocks):
-        """The keys of the request's first num_blocks full blocks, or more of them; they are remembered on it, so that
-        each is computed once, however often it is asked for. Tokens counted: known ones."""
+        """The keys of the request's first num_blocks full blocks, or of more; they are remembered
+        on it, so that each is computed once, however often it is asked for. Tokens counted: known
+        ones."""
         keys = request.block_keys
         num_blocks = min(num_blocks, request.num_tokens // self.block_size)  # full ones only
         if len(keys) < num_blocks:

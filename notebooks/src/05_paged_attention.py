@@ -1009,5 +1009,4 @@ print(f"{even:,} slots of K and V weigh as much as the weights: "
 cache = ("base", "extent_base", "extent_tree", "extents", "buddy", "contiguous", "paged")
 parts = ["request", "specs", "metrics", *(f"kv_cache/{name}" for name in cache)]
 parts += ["scheduler", "workloads", "core", "simulator", "model", "engine"]
-for part in viz.lines_of_minikv(parts):
-    print(f"{part.name:23} {part.num_lines:4} lines  {part.about}")
+print(*viz.lines_of_minikv(parts), sep="\n")
