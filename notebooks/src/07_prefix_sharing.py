@@ -43,7 +43,6 @@ loaded = load("smollm2", dtype="float32", device="cpu")
 model, tokenizer, spec = loaded
 START = tokenizer.bos_token_id
 
-
 def ids_of(text):
     return tokenizer(text).input_ids
 
@@ -61,17 +60,19 @@ print("A of chapter 02 once more:", len(A), "tokens")
 # A library answers questions. In front of each question stand the same instructions.
 
 # %% instructions
-INSTRUCTIONS = """You are the assistant of a public library. Answer the question of a \
-visitor in at most three sentences. Use simple words, and write in the language of the \
-question. If you do not know the answer, say so, and name the desk where the visitor can \
-ask. Never give medical or legal advice; name a book instead. Do not talk about other \
-visitors, about what they have borrowed, or about the people who work here. The library \
-opens at nine in the morning and closes at seven in the evening. On Sundays it is closed. \
-Children under ten need a card that their parents have signed. A book can be kept for \
-four weeks, and it can be renewed twice, unless somebody waits for it. A late book costs \
-twenty cents a day, and never more than the price of the book. There is a reading room on \
-the second floor, where no one may talk, and a room for groups on the first floor, which \
-has to be reserved a day before. Be friendly, even if the visitor is not. Question: """
+INSTRUCTIONS = """\
+You are the assistant of a public library. Answer the question of a visitor in at \
+most three sentences. Use simple words, and write in the language of the question. \
+If you do not know the answer, say so, and name the desk where the visitor can ask. \
+Never give medical or legal advice; name a book instead. Do not talk about other \
+visitors, about what they have borrowed, or about the people who work here. The \
+library opens at nine in the morning and closes at seven in the evening. On Sundays \
+it is closed. Children under ten need a card that their parents have signed. A book \
+can be kept for four weeks, and it can be renewed twice, unless somebody waits for \
+it. A late book costs twenty cents a day, and never more than the price of the book. \
+There is a reading room on the second floor, where no one may talk, and a room for \
+groups on the first floor, which has to be reserved a day before. Be friendly, even \
+if the visitor is not. Question: """
 HEADER = ids_of(INSTRUCTIONS)[:200]
 print(len(HEADER), "tokens of instructions in front of every question")
 
@@ -84,28 +85,29 @@ vicuna, h100 = MODELS["Vicuna 13B v1.5 16K"], GPUS["H100 SXM"]
 step_time = StepTime(vicuna, h100)
 asked = 2 * 3600
 tokens, header_bytes = asked * len(HEADER), len(HEADER) * vicuna.kv_bytes_per_token
-print(f"{asked:,} questions an hour: {tokens:,} tokens of instructions")
-print(f"of them different: {len(HEADER)}")
-print(f"{vicuna.name}: {vicuna.kv_bytes_per_token:,} bytes per token, so the")
-print(f"instructions are {header_bytes / 1e6:.0f} MB each time, "
-      f"{asked * header_bytes / 1e12:.2f} TB written in the hour")
-print(f"computing them takes {tokens * step_time.s_per_token:.0f} s of an H100's hour")
+print(f"{asked:,} questions an hour: {tokens:,} tokens, {len(HEADER)} of them different")
+print(f"{tokens * step_time.s_per_token:.0f} s of an H100's hour go into them")
+
+print(f"{vicuna.name}: {vicuna.kv_bytes_per_token:,} bytes per token, so")
+print(f"the instructions are {header_bytes / 1e6:.0f} MB,",
+      f"and {asked * header_bytes / 1e12:.2f} TB are written in the hour")
 
 # %% [markdown]
 # That is the work. There is a bill for the memory, too: the instructions lie in the pool
-# as often as questions are being answered. We let the simulator count them.
+# as often as questions are being answered. The simulator counts these.
 
 # %% bill-memory
-from minikv.workloads import Fixed, LogNormal, Poisson, Prefixed, RequestClass, Uniform, Workload
+from minikv.workloads import Fixed, LogNormal, Poisson, Prefixed, RequestClass, Uniform
+from minikv.workloads import Workload
 
 lengths = Prefixed(len(HEADER), LogNormal.of_median(67, 0.8, high=2_000), "instructions")
 answers = LogNormal.of_median(200, 0.9, high=1_500)
-questions = Workload("q", Poisson(2.0), (RequestClass("question", 1.0, lengths, answers),))
+library = Workload("q", Poisson(2.0), (RequestClass("question", 1.0, lengths, answers),))
 run = Simulation(Scheduler(PagedKVCacheManager(NUM_SLOTS // 16, 16)), step_time)
-running = run.run(questions.requests(duration_s=300, seed=0)).summary()["mean_num_seqs"]
-print(f"{running:.1f} questions are answered at once, so the instructions lie there")
-print(f"{running:.1f} times: {running * header_bytes / 1e9:.2f} GB instead of "
-      f"{header_bytes / 1e9:.2f} GB")
+running = run.run(library.requests(duration_s=300, seed=0)).summary()["mean_num_seqs"]
+print(f"{running:.0f} questions are answered at once: the instructions take",
+      f"{running * header_bytes / 1e9:.2f} GB,")
+print(f"and {header_bytes / 1e9:.2f} GB would do")
 
 # %% [markdown]
 # There are two ways to share. A request can *fork*: it is known from the start that two
@@ -133,8 +135,6 @@ def slot_of(name, position):
 def read(name, num_tokens=8):
     return "".join(slots[slot_of(name, p)] for p in range(num_tokens))
 
-
-# %% written-twice
 slots[slot_of("one", 7)] = "1"
 slots[slot_of("two", 7)] = "2"
 print("one reads", read("one"), "and two reads", read("two"))
@@ -186,12 +186,12 @@ print("one reads", read("one"), "and two reads", read("two"))
 
 # %% fork
 manager = PagedKVCacheManager(8, SIZE)
-one, two, three = forks = [Request(name, A, max_tokens=5) for name in ("one", "two", "three")]
-manager.allocate_slots(one, len(A))
-one.num_computed_tokens = len(A)
-for child in (two, three):
+parent, *children = forks = [Request(name, A) for name in ("one", "two", "three")]
+manager.allocate_slots(parent, len(A))
+parent.num_computed_tokens = len(A)
+for child in children:
     child.num_computed_tokens = len(A) - 1
-    manager.fork(one, child)
+    manager.fork(parent, child)
 print(manager.tables, "copies:", manager.copies())
 
 
@@ -232,18 +232,18 @@ card
 # The engine forks for `n` answers. We compare it with a manager that cannot fork, so that
 # each answer computes the prompt again.
 
-# %% four-answers
+# %% no-forks
 class NoForks(PagedKVCacheManager):
     def fork(self, parent, child):
         return False
 
+prompt = ids_of("The best thing about a rainy day is that you can")
+four = SamplingParams(n=4, max_tokens=10, temperature=0.8, ignore_eos=True)
+
 
 def four_answers(manager):
-    pool = {"block_size": SIZE, "num_gpu_blocks_override": 64, "max_model_len": 40}
-    llm = LLM(loaded, kv_cache_manager=manager, **pool)
-    params = SamplingParams(n=4, max_tokens=10, temperature=0.8, ignore_eos=True)
-    prompt = ids_of("The best thing about a rainy day is that you can")
-    [output] = llm.generate([prompt], params, use_tqdm=False)
+    llm = LLM(loaded, kv_cache_manager=manager, block_size=SIZE, max_model_len=40)
+    [output] = llm.generate([prompt], four, use_tqdm=False)
     blocks = max(step.num_blocks_in_use for step in llm.metrics.steps)
     computed = sum(step.num_tokens for step in llm.metrics.steps)
     return [each.text for each in output.outputs], blocks, computed
@@ -270,60 +270,50 @@ print(f"without forks {without[1]} blocks at most, {without[2]} tokens computed"
 # > length, and after a shorter one. In which layers are their K and V equal?
 
 # %% beginnings
-FIVE = ids_of(" The movie is very good")
-BEGINNINGS = {
-    "the first": ids_of(" Answer in French. I think"),
-    "another": ids_of(" Nobody here says that all of"),
-    "a shorter one": ids_of(" Nobody says"),
-}
-print([text(token) for token in FIVE], "after beginnings of",
-      [len(ids) for ids in BEGINNINGS.values()], "tokens")
+SAME = ids_of(" It was two hours long, and there were many people."
+              " In one word, I found this film very")
+HATED, LOVED = (ids_of(f" I really {verb} this film.") for verb in ("hated", "loved"))
+SHORT = ids_of(" I left.")
+FIVE = SAME[:5]
+print([text(i) for i in FIVE], "after", len(HATED), len(LOVED), len(SHORT), "tokens")
 
 # %% kv-of
-reader = LLM(loaded, block_size=SIZE, num_gpu_blocks_override=16, max_model_len=40)
-
-
-def kv_of(prompt, start):
-    "K and V of the five tokens from `start` on: [layers, 2, kv heads, 5, head_dim]."
-    reader.reset_prefix_cache()
-    reader.add_request(prompt, SamplingParams(max_tokens=2, ignore_eos=True), "r")
-    reader.step()
-    table = torch.tensor(reader.manager.tables["r"])
-    rows = [pool[:, table].transpose(1, 2).flatten(2, 3) for pool in reader.runner.pools]
-    reader.abort("r")
-    return torch.stack(rows)[:, :, :, start : start + len(FIVE)].clone()
-
-
-def after(beginning, *rest):
-    return kv_of([*beginning, *FIVE, *rest], len(beginning))
+def kv_of(before, behind=()):
+    "K and V of the five tokens: [layers, 2, kv heads, 5, head_dim]."
+    llm = LLM(loaded, block_size=SIZE, max_model_len=40, num_gpu_blocks_override=10)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.add_request([*before, *FIVE, *behind], params, "r")
+    llm.step()
+    table = torch.tensor(llm.manager.tables["r"])
+    rows = [pool[:, table].transpose(1, 2).flatten(2, 3) for pool in llm.runner.pools]
+    return torch.stack(rows)[:, :, :, len(before) : len(before) + 5]
 
 
 # %% compare-kv
-def difference(kv, other):
+def apart(kv, other):
     "Of K and V in each layer: how far apart, as a share of their length."
     return (kv - other).flatten(2).norm(dim=-1) / kv.flatten(2).norm(dim=-1)
 
 
-first = BEGINNINGS["the first"]
-base = after(first)
-apart = {name: difference(base, after(ids)) for name, ids in BEGINNINGS.items()}
-apart["other text behind"] = difference(base, after(first, *ids_of(" and much too long")))
-for name in ("other text behind", "another", "a shorter one"):
-    (k0, v0), (k9, v9) = apart[name][0], apart[name][9]
-    print(f"{name:18} layer 0: K {k0:.2f} V {v0:.2f}    layer 9: K {k9:.2f} V {v9:.2f}")
+base = kv_of(HATED)
+others = {"other text behind": kv_of(HATED, SAME[5:9]), "another beginning": kv_of(LOVED),
+          "a shorter beginning": kv_of(SHORT)}
+
+for name, kv in others.items():
+    (k0, v0), (k9, v9) = apart(base, kv)[[0, 9]]
+    print(f"{name:20} layer 0: K {k0:.2f}, V {v0:.2f}    layer 9: K {k9:.2f}, V {v9:.2f}")
 
 # %% compare-figure
 from minikv.viz.gantt import curves
 
-lines = {
-    f"{kind} after {name} beginning".replace("one beginning", "one"):
-    [(layer, float(x)) for layer, x in enumerate(apart[name][:, i])]
-    for name in ("another", "a shorter one") for i, kind in enumerate("KV")
-}
+lines = {}
+for name in ("another beginning", "a shorter beginning"):
+    for kind, values in zip("KV", apart(base, others[name]).T.tolist(), strict=True):
+        lines[f"{kind}, {name}"] = list(enumerate(values))
 card, drawn = curves(lines, title="The same five tokens: how far K and V are apart",
-                     xlabel="layer", ylabel="difference, share of the length")
-assert drawn["V after another beginning"][0][1] < 1e-5 < drawn["V after a shorter one"][1][1]
-assert apart["other text behind"].max() < 1e-5
+                     xlabel="layer", ylabel="share of the length", legend="below")
+assert drawn["V, another beginning"][0][1] < 1e-5 < drawn["V, another beginning"][1][1]
+assert apart(base, others["other text behind"]).max() < 1e-5
 card
 
 # %% [markdown]
@@ -333,33 +323,39 @@ card
 # - From layer 1 on, nothing is equal any more. Each layer has mixed what stands before
 #   into the tokens. **K and V carry their position and their whole history.**
 #
-# What would a careless cache do? We give one prompt the blocks of the other, as if equal
-# tokens were enough.
+# What would a careless cache do? This one looks blocks up by their tokens alone.
 
 # %% careless
-def go_on(careless):
-    other = BEGINNINGS["another"]
-    reader.reset_prefix_cache()
-    params = SamplingParams(max_tokens=10, ignore_eos=True)
-    reader.add_request([*other, *FIVE], params, "r")
-    reader.step()
-    if careless:
-        for pool, kv in zip(reader.runner.pools, base, strict=True):
-            for i in range(len(FIVE)):
-                block, offset = divmod(len(other) + i, SIZE)
-                pool[:, reader.manager.tables["r"][block], :, offset] = kv[:, :, i]
-    while reader.has_unfinished_requests():
-        [output] = reader.step()
-    return output.outputs[0].text
+from functools import partial
+
+
+class Careless(PrefixCachingKVCacheManager):
+    def find_longest_cache_hit(self, request, num_blocks):
+        known = self.block_pool.cached_blocks
+        keys = [key for key, _ in self.block_keys(request, num_blocks)[:num_blocks]]
+        missing = [i for i, key in enumerate(keys) if key not in known]
+        return [known[key] for key in keys[: min(missing, default=len(keys))]]
+
+
+def of_tokens_only(data):  # the last bytes of what is hashed are the block's tokens
+    return sha256(data[-4 * len(HATED) :]).digest()
 
 
 # %% careless-run
-print("own blocks:  ", repr(go_on(False)))
-print("another's:   ", repr(go_on(True)))
+def verdict(manager):
+    "One visitor hated the film. Two others loved it. What does the last one get?"
+    llm = LLM(loaded, kv_cache_manager=manager, block_size=len(HATED), max_model_len=60)
+    for prompt in (HATED + SAME, LOVED, LOVED + SAME):
+        [o] = llm.generate([prompt], SamplingParams(max_tokens=9), use_tqdm=False)
+    return f"{o.num_cached_tokens:2} tokens found:{o.outputs[0].text!r}"
+
+
+print("prefix  ", verdict(PrefixCachingKVCacheManager))
+print("careless", verdict(partial(Careless, hash_fn=of_tokens_only)))
 
 # %% [markdown]
-# The text is fluent, and it is a wrong answer. Nothing crashes, and `check()` sees
-# nothing.
+# The careless cache has found more, and the visitor who loved the film gets the verdict
+# of the one who hated it. The text is fluent, nothing crashes, and `check()` sees nothing.
 #
 # So the key of a block must stand for its tokens *and* for all that comes before it. We
 # chain: each key is a digest of the key before it and the block's own tokens.
@@ -372,9 +368,9 @@ def keys(ids):
         found.append(parent.hex()[:6])
     return found
 
-
-for ids in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], [0, 2, 3, 4, 5, 6, 7, 8]):
-    print(ids, keys(ids))
+numbers = list(range(1, 10))
+for ids in (numbers, numbers[:8], [0, *numbers[1:]]):
+    print(keys(ids), "of", ids)
 
 # %% [markdown]
 # The first two prompts have the same keys. In the third prompt only the first token
@@ -393,28 +389,32 @@ show(PrefixCachingKVCacheManager.find_longest_cache_hit)
 # %% [markdown]
 # The search stops at the first block that is missing. It also *compares*: the tokens, and
 # the number of the parent's publication. Equal digests are not taken as a proof of equal
-# content. So a bad digest costs hits, and never a right answer. We can try it: this
-# digest sees the tokens of the block only, and not the parent.
+# content. So a bad digest costs hits, and never a right answer. We give the package the
+# careless digest from above, which does not see the parent.
 #
 # > **Predict.** Five prompts alternate between two beginnings. With which digest are more
 # > tokens found?
 
-# %% blind
-def hits(digest):
-    manager, found = PrefixCachingKVCacheManager(32, SIZE, **digest), []
-    for i, start in enumerate((1, 2, 1, 2, 1)):
-        r = Request(f"{i}", [start] * 4 + [7] * 8 + [9], max_tokens=1)
-        found.append(manager.get_num_cached_tokens(r))
-        hit = {"num_cached_tokens": found[-1]} if found[-1] else {}
-        manager.allocate_slots(r, r.num_tokens - found[-1], **hit)
-        r.num_computed_tokens = r.num_tokens
-        manager.cache_blocks(r)
-        manager.free(r)
+# %% starts
+def starts(manager, request):
+    "It takes what is found, and its prompt is computed. Returns the tokens found."
+    found = manager.get_num_cached_tokens(request)
+    hit = {"num_cached_tokens": found} if found else {}
+    manager.allocate_slots(request, request.num_tokens - found, **hit)
+    request.num_computed_tokens = request.num_tokens
+    manager.cache_blocks(request)
     return found
 
 
-print("chained:", hits({}))
-print("blind:  ", hits({"hash_fn": lambda data: sha256(data[-4 * SIZE :]).digest()}))
+# %% blind
+def five_prompts(**digest):
+    manager = PrefixCachingKVCacheManager(32, 6, **digest)
+    prompts = [[start] * 6 + [7] * 12 + [9] for start in (1, 2, 1, 2, 1)]
+    return [starts(manager, Request(f"{i}", ids)) for i, ids in enumerate(prompts)]
+
+
+print("chained:", five_prompts())
+print("blind:  ", five_prompts(hash_fn=of_tokens_only))
 
 # %% [markdown]
 # The blind digest finds less. The blocks of the two beginnings drive each other out of
@@ -424,8 +424,8 @@ print("blind:  ", hits({"hash_fn": lambda data: sha256(data[-4 * SIZE :]).digest
 #
 # When a request ends, its blocks are free. Chapter 04 said that freed is not erased. Now
 # a freed block with a key can also be *found*. So a block has three states: in use,
-# cached and free, and free without a key. We follow five requests through a pool of eight
-# blocks. `C` begins as A did, `D` and `E` are strangers.
+# cached and free, and free without a key. We follow some requests through a pool of eight
+# blocks. `C` begins as A did, `D`, `E` and `F` are strangers.
 
 # %% story
 manager = PrefixCachingKVCacheManager(8, SIZE)
@@ -433,12 +433,8 @@ look, guests = viz.LifeRecorder(manager), {}
 
 
 def comes(name, ids):
-    r = guests[name] = Request(name, ids, max_tokens=8)
-    found = manager.get_num_cached_tokens(r)
-    hit = {"num_cached_tokens": found} if found else {}
-    manager.allocate_slots(r, len(ids) - found, **hit)
-    r.num_computed_tokens = len(ids)
-    manager.cache_blocks(r)
+    r = guests[name] = Request(name, ids)
+    r.num_cached_tokens = starts(manager, r)
     look(f"{name} comes")
 
 
@@ -456,22 +452,24 @@ ends("B")
 comes("C", [*same[:4], 30, 31])
 comes("D", list(range(50, 62)))
 ends("C")
-print("cached and free:", manager.num_cached_free_blocks, "of", manager.num_free_blocks, "free")
+free, cached = manager.num_free_blocks, manager.num_cached_free_blocks
+print(f"{free} blocks are free, {cached} of them cached")
 
 # %% [markdown]
-# > **Predict.** `E` comes with twelve tokens that nobody else has. Three blocks are free
-# > without a key, and two are cached. Which does it take? And what goes first, when `F`
-# > comes after it with as many?
+# > **Predict.** `E` comes and needs three blocks. Which does it take? Then D ends, and `F`
+# > comes and needs one. At last `G` comes, which begins as A did. What does G find?
 
 # %% story-goes-on
 comes("E", list(range(70, 82)))
 ends("D")
-comes("F", list(range(90, 106)))
-ends("E")
-ends("F")
+comes("F", list(range(90, 94)))
+comes("G", [*same, 40])
+print("G finds", guests["G"].num_cached_tokens, "tokens")
+
+# %% lives
 card, spans = viz.block_lives(look.looks)
-assert {s.holders for s in spans if s.block_id == 0 and s.state == "live"} >= {("A", "B"), ("C",)}
-assert [s.writer for s in spans if s.block_id == 1][-1] == "F"
+held = [s.holders for s in spans if s.block_id == 0 and s.state == "live"]
+assert held == [("A",), ("A", "B"), ("B",), ("C",), ("G",)]
 card
 
 # %% [markdown]
@@ -482,7 +480,7 @@ card
 #   block.
 # - **Then the least recently used, and of one request the tail first.** A block is of no
 #   use without those before it, so the head should stay longest. F takes block 1, the
-#   second block of A, and block 0 is still there.
+#   second block of A. Block 0 is still there, and G finds it.
 #
 # The player goes through the same story. The numbers at the right say in which order free
 # blocks will be taken.
@@ -499,35 +497,35 @@ viz.lives_player(look.looks)
 # > **Predict.** By which factor does the time to the first token change? And the time
 # > between two later tokens?
 
-# %% hit-or-miss
-llm = LLM(loaded, max_model_len=512, num_gpu_blocks_override=160)
+# %% ask
+pool = {"max_model_len": 512, "num_gpu_blocks_override": 160}
+llm = LLM(loaded, max_num_batched_tokens=2048, **pool)
 params = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
 def ask(question):
     [output] = llm.generate([HEADER + ids_of(question)], params, use_tqdm=False)
     times = output.metrics[0]
-    return times.ttft, times.tpot, output.num_cached_tokens
+    return output.num_cached_tokens, times.ttft, times.tpot
 
 
 def pair(i):
-    "The same question length, without and with the instructions in the cache."
     llm.reset_prefix_cache()
     return ask(f"Where do I find book number {i}?"), ask(f"Who has read book number {i}?")
 
 
-# %% hit-or-miss-found tags=["nbval-check-output"]
+# %% ask-found tags=["nbval-check-output"]
 pair(0)  # the first run of a process is slower
-pairs = [pair(i) for i in range(1, 6)]
-print("found without and with the cache:", {(a[2], b[2]) for a, b in pairs})
-num_tokens = len(HEADER) + len(ids_of("Where do I find book number 1?"))
-skipped = pairs[0][1][2] / num_tokens
-print(f"with it {skipped:.0%} of the {num_tokens} tokens need not be computed")
+pairs = [pair(i) for i in range(1, 5)]
+for name, found in zip(("without", "with"), zip(*pairs, strict=True), strict=True):
+    print(f"found {name} the instructions in the cache:", *(each[0] for each in found))
+num_tokens = len(HEADER) + len(ids_of("Who has read book number 1?"))
+print(f"{pairs[0][1][0] / num_tokens:.0%} of {num_tokens} tokens need not be computed")
 
-# %% hit-or-miss-times tags=["nbval-ignore-output"]
-for name, i in (("time to the first token", 0), ("time per later token", 1)):
+# %% ask-times tags=["nbval-ignore-output"]
+for i, name in ((1, "time to the first token"), (2, "time per later token")):
     ratios = sorted(hit[i] / miss[i] for miss, hit in pairs)
-    print(f"{name}: with the hit {median(ratios):.2f} of that without "
+    print(f"{name}: with the hit {median(ratios):.2f} of that without",
           f"(from {ratios[0]:.2f} to {ratios[-1]:.2f} in {len(ratios)} pairs)")
 
 # %% [markdown]
@@ -540,29 +538,29 @@ for name, i in (("time to the first token", 0), ("time per later token", 1)):
 # all tokens before it, whoever computed them. It is a common belief that sharing speeds
 # up decoding.
 #
-# And the memory? Eight visitors are answered at once. In the first run all of them come
-# in one step. In the second run the first is one step ahead.
+# And the memory? Four visitors are answered at once. In the first run all of them come in
+# one step. In the second run the first is one step ahead.
 #
-# > **Predict.** How many blocks do the eight hold, in each run?
+# > **Predict.** How many blocks are in use, in each run?
 
-# %% eight tags=["nbval-check-output"]
-def eight(ahead):
+# %% visitors tags=["nbval-check-output"]
+def four_visitors(ahead):
     llm.reset_prefix_cache()
-    for i in range(8):
-        llm.add_request(HEADER + ids_of(f" Book {i}?"), params, f"visitor {i}")
+    for i in range(4):
+        question = HEADER + ids_of(f"Book {i}?")
+        llm.add_request(question, SamplingParams(max_tokens=3), f"visitor {i}")
         if i == 0 and ahead:
             llm.step()
     llm.step()
-    held = {name: len(table) for name, table in llm.manager.tables.items()}
+    entries = sum(len(table) for table in llm.manager.tables.values())
     in_use = llm.manager.num_blocks - llm.manager.num_free_blocks
-    print(f"{len(held)} run; in their tables {sum(held.values())} entries, "
-          f"in use {in_use} blocks")
     while llm.has_unfinished_requests():
         llm.step()
+    return f"{entries} entries in four tables, {in_use} blocks in use"
 
 
-eight(ahead=False)
-eight(ahead=True)
+print("all in one step:  ", four_visitors(ahead=False))
+print("one a step ahead: ", four_visitors(ahead=True))
 
 # %% [markdown]
 # A block is published when it is *written*, at the end of a step. So requests that come
@@ -599,21 +597,21 @@ for size in (1, 8, 16, 32, 64, 128, 256):
 # A block larger than the prefix finds *nothing*, and it says nothing either. So a hit
 # rate of 0% need not be a fault of the engine. Look at the length of the prefix first.
 #
-# The second silent fault is in the prompt. We ask ten questions each time.
+# The second silent fault is in the prompt. We ask ten questions in each of four ways.
 
 # %% timestamp tags=["nbval-check-output"]
 def hit_rate(prompts):
     result = prompts_run(prompts, 16)
-    return sum(result.num_found) / sum(result.num_tokens)
+    return f"{sum(result.num_found) / sum(result.num_tokens):.0%}"
 
 
-clock = [ids_of(f"It is {9 + i // 60:02}:{i % 60:02}. ") for i in range(10)]
-own = [ids_of(f"Where is book {i}?") for i in range(10)]
-rows = list(zip(clock, own, strict=True))
-print(f"instructions, question:        {hit_rate([HEADER + q for _, q in rows]):.0%}")
-print(f"instructions, time, question:  {hit_rate([HEADER + t + q for t, q in rows]):.0%}")
-print(f"time, instructions, question:  {hit_rate([t + HEADER + q for t, q in rows]):.0%}")
-print(f"15 tokens of instructions:     {hit_rate([HEADER[:15] + q for _, q in rows]):.0%}")
+clock = [ids_of(f"{10 + i}:{37 + i} is the time. ") for i in range(10)]
+questions = [ids_of(f"{i} books: where?") for i in range(10)]
+both = list(zip(clock, questions, strict=True))
+print("instructions, question:      ", hit_rate([HEADER + q for q in questions]))
+print("instructions, time, question:", hit_rate([HEADER + t + q for t, q in both]))
+print("time, instructions, question:", hit_rate([t + HEADER + q for t, q in both]))
+print("15 tokens, question:         ", hit_rate([HEADER[:15] + q for q in questions]))
 
 # %% [markdown]
 # One timestamp at the top ruins it all. The first block differs, and with the chain every
@@ -642,7 +640,9 @@ SIX = [
     "You are kind.",
     "What is gravity?",
 ]
-six, labels = [ids_of(t) for t in SIX], [[text(i) for i in ids_of(t)] for t in SIX]
+
+six = [ids_of(prompt) for prompt in SIX]
+labels = [[text(token) for token in ids] for ids in six]
 card, rows = viz.prompt_hits(prompts_run(six, 4), labels)
 assert [row.num_found for row in rows] == [0, 8, 4, 4, 0, 0]
 card
@@ -654,7 +654,11 @@ card
 # 04's table of tails in mind?
 
 # %% lab
-viz.prompts_lab(prompts_run, SIX, lambda t: [(i, text(i)) for i in ids_of(t)], block_size=2)
+def encode(prompt):
+    return [(token, text(token)) for token in ids_of(prompt)]
+
+
+viz.prompts_lab(prompts_run, SIX, encode, block_size=2)
 
 # %% [markdown]
 # ## 6. What is thrown out
@@ -665,30 +669,27 @@ viz.prompts_lab(prompts_run, SIX, lambda t: [(i, text(i)) for i in ids_of(t)], b
 # different. Nobody ever asks for a document's blocks again. <!-- source: `mixed` below -->
 
 # %% mixed
-def mixed(documents_per_minute, seed, seconds=600):
+def mixed(documents_per_minute, seed):
+    document = Uniform(2_000, 6_000)
     kinds = (RequestClass("question", 6, lengths, Fixed(24)),
-             RequestClass("document", documents_per_minute, Uniform(2_000, 6_000), Fixed(24)))
-    rate = (6 + documents_per_minute) / 60
-    return Workload("mixed", Poisson(rate), kinds).requests(duration_s=seconds, seed=seed)
+             RequestClass("document", documents_per_minute, document, Fixed(24)))
+    traffic = Workload("mixed", Poisson((6 + documents_per_minute) / 60), kinds)
+    return traffic.requests(duration_s=600, seed=seed)
+
+
+# %% play
+def cache(eviction="lru", **more):
+    return PrefixCachingKVCacheManager(NUM_SLOTS // 16, 16, eviction=eviction, **more)
 
 
 def play(manager, requests):
     scheduler = Scheduler(manager, max_num_seqs=256, max_num_batched_tokens=2560)
     return Simulation(scheduler, step_time).run(requests)
 
-
-# %% found-share
-def found_share(documents_per_minute, seed, eviction="lru"):
+def found_share(documents_per_minute, seed, manager):
     "The share of the questions that found the instructions."
-    manager = PrefixCachingKVCacheManager(NUM_SLOTS // 16, 16, eviction=eviction)
-    if eviction == "pinned":
-        manager.pin(header_of("instructions"))
     run = play(manager, mixed(documents_per_minute, seed))
     return np.mean([r.num_cached_tokens > 0 for r in run.requests if r.prefix_id])
-
-
-def header_of(name):
-    return Request(name, num_prompt_tokens=201, max_tokens=1, prefix_id=name, prefix_len=200)
 
 
 # %% [markdown]
@@ -696,31 +697,36 @@ def header_of(name):
 # the front of the queue. With LRU they are gone when so many new tokens have come as the
 # pool has slots.
 #
-# > **Predict.** The pool has 15,700 slots. How long do the instructions survive a rest,
-# > with 24 documents a minute? What share of the questions comes sooner than that?
+# > **Predict.** How long do the instructions survive a rest, with 24 documents a minute?
+# > And what share of the questions comes sooner than that? <!-- source: LOADS below -->
 
 # %% rest
-LOADS, SEEDS = (3, 6, 12, 24), range(3)
-print("documents   new tokens   a rest that    questions that")
-print("a minute    per second   is survived    come sooner")
-predicted = {}
+LOADS, SEEDS, predicted = (3, 6, 12, 24), range(3), []
+
+# %% rest-table
+print("documents   new tokens   a rest of    questions that")
+print("a minute    per second   survives     come sooner")
 for load in LOADS:
-    tokens_per_s = (load * 4000 + 6 * 150) / 60
-    survived = NUM_SLOTS / tokens_per_s
-    predicted[load] = 1 - np.exp(-survived / 10)  # the gaps of a Poisson process
-    print(f"{load:8}{tokens_per_s:13,.0f}{survived:14.0f} s{predicted[load]:14.0%}")
+    tokens_per_s = (load * 4000 + 6 * 150) / 60  # the header itself is not new
+    survives = NUM_SLOTS / tokens_per_s
+    predicted.append(1 - np.exp(-survives / 10))  # a Poisson process: one in ten seconds
+    print(f"{load:8}{tokens_per_s:13,.0f}{survives:11.0f} s{predicted[-1]:13.0%}")
 
 # %% washed-out
-shares = {load: [found_share(load, seed) for seed in SEEDS] for load in LOADS}
+shares = [[found_share(load, seed, cache()) for seed in SEEDS] for load in LOADS]
+for load, seen in zip(LOADS, shares, strict=True):
+    print(f"{load:2} documents a minute: {min(seen):.0%} to {max(seen):.0%}",
+          f"of the questions find the instructions, in {len(seen)} seeds")
+assert sorted(map(np.mean, shares), reverse=True) == [np.mean(seen) for seen in shares]
+
+# %% washed-out-figure
+means = [np.mean(seen) for seen in shares]
+lines = {"predicted": predicted, "LRU, mean of the seeds": means}
 card, drawn = curves(
-    {"predicted": [(n, 100 * predicted[n]) for n in LOADS],
-     "LRU, mean of three seeds": [(n, 100 * np.mean(shares[n])) for n in LOADS]},
-    title="Questions that find the instructions", xlabel="documents a minute",
-    ylabel="percent of the questions")
-assert all(np.mean(shares[a]) > np.mean(shares[b]) for a, b in zip(LOADS, LOADS[1:]))
-for load in LOADS:
-    low, high = min(shares[load]), max(shares[load])
-    print(f"{load:2} documents a minute: {low:.0%} to {high:.0%} in {len(SEEDS)} seeds")
+    {name: [(x, 100 * y) for x, y in zip(LOADS, ys)] for name, ys in lines.items()},
+    title="Questions that find the instructions", legend="lower left",
+    xlabel="documents a minute", ylabel="percent of the questions")
+assert all(abs(p - mean) < 0.1 for p, mean in zip(predicted, means))
 card
 
 # %% [markdown]
@@ -733,15 +739,29 @@ card
 # what was found least often. `pinned` is told: `manager.pin(request)` names the blocks
 # that should stay.
 
+# %% pinning
+def header_of(name):
+    return Request(name, num_prompt_tokens=201, prefix_id=name, prefix_len=200)
+
+
+def pinning():
+    manager = cache("pinned")
+    manager.pin(header_of("instructions"))
+    return manager
+
+
+orders = {name: partial(cache, name) for name in ("lru", "fifo", "lfu")}
+orders["pinned"] = pinning
+
 # %% orders
-print("share of the questions that find the instructions, lowest to highest seed:")
-print("documents a minute" + "".join(f"{name:>14}" for name in ("lru", "fifo", "lfu", "pinned")))
+print("questions that find the instructions, lowest to highest seed:")
+print("documents a minute", *(f"{name:>12}" for name in orders))
 for load in (6, 24):
-    row = f"{load:18}"
-    for order in ("lru", "fifo", "lfu", "pinned"):
-        seen = [found_share(load, seed, order) for seed in SEEDS]
-        row += f"{f'{min(seen):.0%} to {max(seen):.0%}':>14}"
-    print(row)
+    print(f"{load:18}", end="")
+    for make in orders.values():
+        seen = [found_share(load, seed, make()) for seed in SEEDS]
+        print(f"{f'{min(seen):.0%} to {max(seen):.0%}':>13}", end="")
+    print()
 
 # %% [markdown]
 # FIFO is the worst in every case: it forgets the instructions although everybody uses
@@ -752,27 +772,27 @@ for load in (6, 24):
 # tokens, and none of these customers asks anything now. The documents have to live with
 # what is left.
 #
-# > **Predict.** 40 customers pin 12 blocks each, of the pool's 981. Who pays?
+# > **Predict.** 40 customers pin 12 blocks each. The pool has 981 blocks. Who pays?
 
 # %% pins
 def with_pins(num_customers, seed):
-    manager = PrefixCachingKVCacheManager(
-        NUM_SLOTS // 16, 16, eviction="pinned", max_pinned_blocks=600)
+    manager = cache("pinned", max_pinned_blocks=600)
     customers = [header_of(f"customer {i}") for i in range(num_customers)]
     pinned = [manager.pin(customer) for customer in customers]
     run = play(manager, customers + mixed(24, seed))
-    waits = [r.first_token_time - r.arrival_time for r in run.requests
-             if r.request_id.startswith("document")]
-    return max(pinned, default=0), np.percentile(waits, 95), run.summary()["num_preemptions"]
+    documents = [r for r in run.requests if r.request_id.startswith("document")]
+    waits = [r.first_token_time - r.arrival_time for r in documents]
+    preempted = sum(r.num_preemptions for r in run.requests)
+    return max(pinned, default=0), np.percentile(waits, 95), preempted
 
 
 # %% pins-table
-print(f"pool: {NUM_SLOTS // 16} blocks; documents' TTFT p95 and preemptions, by seed")
-print("customers  blocks pinned     TTFT p95, s          preemptions")
+print(f"{NUM_SLOTS // 16} blocks; the documents' TTFT, p95, and preemptions, by seed")
+print("customers   blocks pinned      TTFT, s              preemptions")
 for n in (0, 1, 20, 40):
-    pinned, p95, preempted = zip(*(with_pins(n, seed) for seed in SEEDS))
-    waits = "".join(f"{x:6.2f}" for x in p95)
-    print(f"{n:9}{pinned[0]:13}   {waits}      " + "".join(f"{x:5}" for x in preempted))
+    pinned, p95, preempted = zip(*(with_pins(n, seed) for seed in SEEDS), strict=True)
+    print(f"{n:9}{pinned[0]:13}   ", *(f"{x:6.2f}" for x in p95), "   ",
+          *(f"{x:4}" for x in preempted))
 
 # %% [markdown]
 # One customer's pin costs nothing that we can see. Half a pool of pins costs everybody
@@ -833,7 +853,7 @@ GUESSES = ("asthma", "diabetes", "migraine", "arthritis")
 
 
 def letter(diagnosis):
-    return ids_of(f"Diagnosis: {diagnosis}. Write to the patient. ") + HEADER[:104]
+    return ids_of(f"Diagnosis: {diagnosis}. Write to the patient. ") + HEADER[:72]
 
 
 def spy(victims_salt=None, attackers_salt=None):
@@ -887,29 +907,39 @@ for salts in (("clinic", "clinic"), ("clinic", "somebody else"), ("clinic", None
 # <!-- source: Qin et al., FAST'25 -->
 
 # %% made-up-trace
+import json
+
+ROWS = (  # milliseconds, tokens of the prompt, keys of its blocks
+    (0, 1300, [0, 1, 2]),
+    (900, 1900, [0, 1, 3, 4]),
+    (1400, 2000, [5, 6, 7, 8]),
+    (2000, 2100, [0, 1, 3, 9, 10]),
+    (2600, 600, [11, 12]),
+)
+names = ("timestamp", "input_length", "hash_ids")
+lines = [json.dumps({**dict(zip(names, row)), "output_length": 20}) for row in ROWS]
+print(lines[1])
+
+# %% read-trace
 import tempfile
 from pathlib import Path
 
-ROWS = """\
-{"timestamp": 0, "input_length": 1300, "output_length": 20, "hash_ids": [0, 1, 2]}
-{"timestamp": 900, "input_length": 1900, "output_length": 30, "hash_ids": [0, 1, 3, 4]}
-{"timestamp": 1400, "input_length": 700, "output_length": 10, "hash_ids": [5, 6]}
-{"timestamp": 2000, "input_length": 2100, "output_length": 50, "hash_ids": [0, 1, 3, 7, 8]}
-{"timestamp": 2600, "input_length": 600, "output_length": 10, "hash_ids": [9, 10]}
-"""
-
-# %% made-up-hits tags=["nbval-check-output"]
-from minikv.experiments import hits_run
 from minikv.workloads.traces import open_trace
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder, "made_up.jsonl")
-    path.write_text(ROWS)
-    for num_blocks in (100, 5):
-        cache = PrefixCachingKVCacheManager(num_blocks, 512)
-        counts = hits_run(open_trace(path), cache)
-        print(f"{num_blocks:3} blocks: {counts.hit_blocks} of {counts.full_blocks} full "
-              f"blocks found, {counts.token_rate:.0f}% of all tokens")
+    path.write_text("\n".join(lines))
+    trace = [list(open_trace(path)) for _ in range(2)]  # a run uses its requests up
+for r in trace[0]:
+    print(f"{r.num_prompt_tokens:5} tokens, full blocks {r.block_hashes}")
+
+# %% made-up-hits tags=["nbval-check-output"]
+from minikv.experiments import hits_run
+
+for num_blocks, rows in zip((100, 5), trace, strict=True):
+    c = hits_run(rows, PrefixCachingKVCacheManager(num_blocks, 512))
+    print(f"{num_blocks:3} blocks: {c.hit_blocks} of {c.full_blocks} full blocks found,",
+          f"{c.token_rate:.0f}% of all tokens")
 
 # %% [markdown]
 # The real files are too large for this course. We have run `python -m minikv simulate
@@ -918,17 +948,19 @@ with tempfile.TemporaryDirectory() as folder:
 
 # %% real-traces
 from minikv.experiments import MOONCAKE_PAPER
-from minikv.experiments.hits import FIG9_CAPACITIES
+from minikv.experiments.hits import FIG9_CAPACITIES as FIG9
 
-OURS = {  # percent of full blocks, LRU, by capacity in tokens; not computed in this chapter
+OURS = {  # LRU, by capacity in tokens; copied here, not computed in this chapter
     "Conversation": {10**5: 4.3, 10**6: 5.7, 10**7: 30.4, 5 * 10**7: 37.9},
     "Synthetic": {10**5: 1.8, 10**6: 15.2, 10**7: 59.6, 5 * 10**7: 65.9},
 }
-print("percent of full blocks found         ours   paper's Fig. 9")
-for paper in MOONCAKE_PAPER:
-    published = dict(zip(FIG9_CAPACITIES, paper.fig9, strict=True))
-    for capacity, rate in OURS.get(paper.name, {}).items():
-        print(f"{paper.name:13}{capacity:12,} tokens{rate:10.1f}{published[capacity]:10.1f}")
+
+published = {p.name: dict(zip(FIG9, p.fig9, strict=True)) for p in MOONCAKE_PAPER}
+print("percent of full blocks found            ours   paper's Fig. 9")
+for name, rates in OURS.items():
+    for capacity, rate in rates.items():
+        theirs = published[name][capacity]
+        print(f"{name:13}{capacity:14,} tokens{rate:11.1f}{theirs:13.1f}")
 
 # %% [markdown]
 # The two columns are close. They need not be equal: the paper does not say whether its
