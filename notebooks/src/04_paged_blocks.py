@@ -902,7 +902,9 @@ show_broken({
 
 # %% blind-spot
 def answer(swap=None):
-    llm = LLM(loaded, block_size=4, max_model_len=40, check_every_step=True)
+    llm = LLM(
+        loaded, kv_cache_manager="paged", block_size=4, max_model_len=40, check_every_step=True
+    )
     llm.add_request(prompts[2], SamplingParams(max_tokens=10, ignore_eos=True), "A")
     for step in range(10):
         [output] = llm.step()
@@ -963,7 +965,8 @@ for manager in (ContiguousKVCacheManager, PagedKVCacheManager):
 # > **Predict.** What happens when no block is left? What is lost?
 
 # %% run-out
-tight = LLM(loaded, block_size=4, num_gpu_blocks_override=8, max_model_len=24)
+eight = {"block_size": 4, "num_gpu_blocks_override": 8, "max_model_len": 24}
+tight = LLM(loaded, kv_cache_manager="paged", **eight)
 for name, prompt in zip("AB", prompts[:2], strict=True):
     tight.add_request(prompt, fourteen, name)
 needs = [-(-request.max_kv_tokens // 4) for request in tight.scheduler.waiting]
