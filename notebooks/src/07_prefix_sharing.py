@@ -425,17 +425,17 @@ print("blind:  ", five_prompts(hash_fn=of_tokens_only))
 # When a request ends, its blocks are free. Chapter 04 said that freed is not erased. Now
 # a freed block with a key can also be *found*. So a block has three states: in use,
 # cached and free, and free without a key. We follow some requests through a pool of eight
-# blocks. `C` begins as A did, `D`, `E` and `F` are strangers.
+# blocks. `C` begins as A did, `D` and `E` are strangers.
 
 # %% story
 manager = PrefixCachingKVCacheManager(8, SIZE)
 look, guests = viz.LifeRecorder(manager), {}
 
 
-def comes(name, ids):
+def comes(name, ids, how="comes"):
     r = guests[name] = Request(name, ids)
     r.num_cached_tokens = starts(manager, r)
-    look(f"{name} comes")
+    look(f"{name} {how}")
 
 
 def ends(name):
@@ -456,20 +456,23 @@ free, cached = manager.num_free_blocks, manager.num_cached_free_blocks
 print(f"{free} blocks are free, {cached} of them cached")
 
 # %% [markdown]
-# > **Predict.** `E` comes and needs three blocks. Which does it take? Then D ends, and `F`
-# > comes and needs one. At last `G` comes, which begins as A did. What does G find?
+# > **Predict.** `E` comes and needs three blocks. Which does it take? Then D ends, and E
+# > needs one block more. At last C comes again, with all of A's first eight tokens. What
+# > does it find?
 
 # %% story-goes-on
 comes("E", list(range(70, 82)))
 ends("D")
-comes("F", list(range(90, 94)))
-comes("G", [*same, 40])
-print("G finds", guests["G"].num_cached_tokens, "tokens")
+guests["E"].append(82)
+manager.allocate_slots(guests["E"], 1)
+look("E goes on")
+comes("C", [*same, 40], "again")
+print("C finds", guests["C"].num_cached_tokens, "tokens")
 
 # %% lives
 card, spans = viz.block_lives(look.looks)
 held = [s.holders for s in spans if s.block_id == 0 and s.state == "live"]
-assert held == [("A",), ("A", "B"), ("B",), ("C",), ("G",)]
+assert held == [("A",), ("A", "B"), ("B",), ("C",), ("C",)]
 card
 
 # %% [markdown]
@@ -479,8 +482,8 @@ card
 # - **Blocks without a key go first.** Nothing is lost with them. So E takes no cached
 #   block.
 # - **Then the least recently used, and of one request the tail first.** A block is of no
-#   use without those before it, so the head should stay longest. F takes block 1, the
-#   second block of A. Block 0 is still there, and G finds it.
+#   use without those before it, so the head should stay longest. E's last block is block
+#   1, the second block of A. Block 0 is still there, and C finds it again.
 #
 # The player goes through the same story. The numbers at the right say in which order free
 # blocks will be taken.
