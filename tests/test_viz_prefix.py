@@ -1,5 +1,5 @@
-"""Chapter 7: a block's life is what the pool says at each look, and what prompts and forks are drawn
-to share is what their tables share."""
+"""Chapter 7: a block's life is what the pool says at each look, and what prompts and forks are
+drawn to share is what their tables share."""
 
 import random
 

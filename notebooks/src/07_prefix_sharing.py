@@ -97,12 +97,13 @@ print(f"the instructions are {header_bytes / 1e6:.0f} MB,",
 # as often as questions are being answered. The simulator counts these.
 
 # %% bill-memory
-from minikv.workloads import Fixed, LogNormal, Poisson, Prefixed, RequestClass, Uniform
-from minikv.workloads import Workload
+from minikv import workloads as w
 
-lengths = Prefixed(len(HEADER), LogNormal.of_median(67, 0.8, high=2_000), "instructions")
-answers = LogNormal.of_median(200, 0.9, high=1_500)
-library = Workload("q", Poisson(2.0), (RequestClass("question", 1.0, lengths, answers),))
+question = w.LogNormal.of_median(67, 0.8, high=2_000)
+lengths = w.Prefixed(len(HEADER), question, "instructions")
+answers = w.LogNormal.of_median(200, 0.9, high=1_500)
+kinds = (w.RequestClass("question", 1.0, lengths, answers),)
+library = w.Workload("library", w.Poisson(2.0), kinds)
 run = Simulation(Scheduler(PagedKVCacheManager(NUM_SLOTS // 16, 16)), step_time)
 running = run.run(library.requests(duration_s=300, seed=0)).summary()["mean_num_seqs"]
 print(f"{running:.0f} questions are answered at once: the instructions take",
@@ -323,7 +324,9 @@ card
 # - From layer 1 on, nothing is equal any more. Each layer has mixed what stands before
 #   into the tokens. **K and V carry their position and their whole history.**
 #
-# What would a careless cache do? This one looks blocks up by their tokens alone.
+# What would a careless cache do? This one looks blocks up by their tokens alone. A first
+# visitor hated the film, and two others loved it. All tell how long it was. We ask for
+# the verdict of the last one.
 
 # %% careless
 from functools import partial
@@ -343,7 +346,6 @@ def of_tokens_only(data):  # the last bytes of what is hashed are the block's to
 
 # %% careless-run
 def verdict(manager):
-    "One visitor hated the film. Two others loved it. What does the last one get?"
     llm = LLM(loaded, kv_cache_manager=manager, block_size=len(HATED), max_model_len=60)
     for prompt in (HATED + SAME, LOVED, LOVED + SAME):
         [o] = llm.generate([prompt], SamplingParams(max_tokens=9), use_tqdm=False)
@@ -374,7 +376,7 @@ for ids in (numbers, numbers[:8], [0, *numbers[1:]]):
 
 # %% [markdown]
 # The first two prompts have the same keys. In the third prompt only the first token
-# differs, and *both* keys are others. The last prompt's second block has the same tokens
+# differs, and *both* keys are others. Its second block has the same tokens
 # `5 6 7 8`, and it is not found. A block that is not full has no key, since it is still
 # being written.
 #
@@ -514,7 +516,7 @@ def ask(question):
 
 def pair(i):
     llm.reset_prefix_cache()
-    return ask(f"Where do I find book number {i}?"), ask(f"Who has read book number {i}?")
+    return ask(f"Where is book number {i}?"), ask(f"Where is film number {i}?")
 
 
 # %% ask-found tags=["nbval-check-output"]
@@ -522,20 +524,22 @@ pair(0)  # the first run of a process is slower
 pairs = [pair(i) for i in range(1, 5)]
 for name, found in zip(("without", "with"), zip(*pairs, strict=True), strict=True):
     print(f"found {name} the instructions in the cache:", *(each[0] for each in found))
-num_tokens = len(HEADER) + len(ids_of("Who has read book number 1?"))
-print(f"{pairs[0][1][0] / num_tokens:.0%} of {num_tokens} tokens need not be computed")
+num_tokens = len(HEADER) + len(ids_of("Where is film number 1?"))
+skipped = pairs[0][1][0] / num_tokens
+print(f"with them {skipped:.0%} of {num_tokens} tokens need not be computed")
 
 # %% ask-times tags=["nbval-ignore-output"]
-for i, name in ((1, "time to the first token"), (2, "time per later token")):
-    ratios = sorted(hit[i] / miss[i] for miss, hit in pairs)
-    print(f"{name}: with the hit {median(ratios):.2f} of that without",
-          f"(from {ratios[0]:.2f} to {ratios[-1]:.2f} in {len(ratios)} pairs)")
+ratios = [[hit[i] / miss[i] for miss, hit in pairs] for i in (1, 2)]
+for name, seen in zip(("first token", "each later token"), ratios, strict=True):
+    print(f"time to the {name}: with the hit {median(seen):.2f} of that without",
+          f"({min(seen):.2f} to {max(seen):.2f})")
+saved = (1 - median(ratios[0])) / skipped
+print(f"of the time to the first token {saved:.0%} of what the tokens predict is saved")
 
 # %% [markdown]
-# The first token comes several times sooner: the skipped tokens are not computed. What
-# remains is the question's own tokens, and the fixed costs of a step. On a server a
-# request also waits in a queue, and the hit does not shorten the wait of the request in
-# front.
+# The first token comes several times sooner, because the skipped tokens are not computed.
+# What remains are the question's own tokens, the rest of the instructions, and the fixed
+# costs of a step. So a little less is saved than the share of the tokens predicts.
 #
 # **The later tokens come no sooner**, but for noise. A decode step reads the K and V of
 # all tokens before it, whoever computed them. It is a common belief that sharing speeds
@@ -579,8 +583,8 @@ print(f"blocks that can be had: {manager.num_free_blocks} of {manager.num_blocks
 
 # %% [markdown]
 # So sharing saves memory *while* requests share. Afterwards the cache holds blocks that
-# nobody needs now. They cost nothing: all of them can be had at once. But an operator who
-# watches "memory used" sees a full pool from now on.
+# nobody needs now. They cost nothing: all of them can be had at once. (A monitor that
+# counts blocks with something in them as used will see the pool fill up, and stay full.)
 #
 # ## 5. Whole blocks only
 #
@@ -592,7 +596,7 @@ print(f"blocks that can be had: {manager.num_free_blocks} of {manager.num_blocks
 # %% block-sizes
 print("block size   full blocks in 200   tokens found")
 for size in (1, 8, 16, 32, 64, 128, 256):
-    found = prompts_run([HEADER + [5, 6, 7], HEADER + [8, 9, 10]], size).num_found
+    found = prompts_run([[*HEADER, 5, 6], [*HEADER, 7, 8]], size).num_found
     print(f"{size:10}{len(HEADER) / size:15.1f}{found[1]:18}")
 
 # %% [markdown]
@@ -673,10 +677,10 @@ viz.prompts_lab(prompts_run, SIX, encode, block_size=2)
 
 # %% mixed
 def mixed(documents_per_minute, seed):
-    document = Uniform(2_000, 6_000)
-    kinds = (RequestClass("question", 6, lengths, Fixed(24)),
-             RequestClass("document", documents_per_minute, document, Fixed(24)))
-    traffic = Workload("mixed", Poisson((6 + documents_per_minute) / 60), kinds)
+    a_minute, answer = (6, documents_per_minute), w.Fixed(24)
+    kinds = (w.RequestClass("question", a_minute[0], lengths, answer),
+             w.RequestClass("document", a_minute[1], w.Uniform(2_000, 6_000), answer))
+    traffic = w.Workload("mixed", w.Poisson(sum(a_minute) / 60), kinds)
     return traffic.requests(duration_s=600, seed=seed)
 
 
@@ -709,27 +713,26 @@ LOADS, SEEDS, predicted = (3, 6, 12, 24), range(3), []
 # %% rest-table
 print("documents   new tokens   a rest of    questions that")
 print("a minute    per second   survives     come sooner")
-for load in LOADS:
-    tokens_per_s = (load * 4000 + 6 * 150) / 60  # the header itself is not new
+for documents in LOADS:
+    tokens_per_s = (documents * 4000 + 6 * 150) / 60  # the instructions are not new
     survives = NUM_SLOTS / tokens_per_s
     predicted.append(1 - np.exp(-survives / 10))  # a Poisson process: one in ten seconds
-    print(f"{load:8}{tokens_per_s:13,.0f}{survives:11.0f} s{predicted[-1]:13.0%}")
+    print(f"{documents:8}{tokens_per_s:13,.0f}{survives:11.0f} s{predicted[-1]:13.0%}")
 
 # %% washed-out
-shares = [[found_share(load, seed, cache()) for seed in SEEDS] for load in LOADS]
-for load, seen in zip(LOADS, shares, strict=True):
-    print(f"{load:2} documents a minute: {min(seen):.0%} to {max(seen):.0%}",
+shares = [[found_share(n, seed, cache()) for seed in SEEDS] for n in LOADS]
+for n, seen in zip(LOADS, shares, strict=True):
+    print(f"{n:2} documents a minute: {min(seen):.0%} to {max(seen):.0%}",
           f"of the questions find the instructions, in {len(seen)} seeds")
 assert sorted(map(np.mean, shares), reverse=True) == [np.mean(seen) for seen in shares]
 
 # %% washed-out-figure
 means = [np.mean(seen) for seen in shares]
-lines = {"predicted": predicted, "LRU, mean of the seeds": means}
-card, drawn = curves(
-    {name: [(x, 100 * y) for x, y in zip(LOADS, ys)] for name, ys in lines.items()},
-    title="Questions that find the instructions", legend="lower left",
-    xlabel="documents a minute", ylabel="percent of the questions")
-assert all(abs(p - mean) < 0.1 for p, mean in zip(predicted, means))
+lines = {name: [(n, 100 * y) for n, y in zip(LOADS, ys, strict=True)]
+         for name, ys in (("predicted", predicted), ("LRU, mean of the seeds", means))}
+card, drawn = curves(lines, title="Questions that find the instructions",
+                     xlabel="documents a minute", ylabel="percent", legend="lower left")
+assert all(abs(p - mean) < 0.1 for p, mean in zip(predicted, means, strict=True))
 card
 
 # %% [markdown]
@@ -759,15 +762,15 @@ orders["pinned"] = pinning
 # %% orders
 print("questions that find the instructions, lowest to highest seed:")
 print("documents a minute", *(f"{name:>12}" for name in orders))
-for load in (6, 24):
-    print(f"{load:18}", end="")
-    for make in orders.values():
-        seen = [found_share(load, seed, make()) for seed in SEEDS]
-        print(f"{f'{min(seen):.0%} to {max(seen):.0%}':>13}", end="")
-    print()
+for n in (6, 24):
+    seen = {name: [found_share(n, seed, make()) for seed in SEEDS]
+            for name, make in orders.items()}
+    cells = (f"{min(x):.0%} to {max(x):.0%}" for x in seen.values())
+    print(f"{n:18}", *(f"{cell:>12}" for cell in cells))
+    assert all(f < u < min(seen["lfu"]) for f, u in zip(seen["fifo"], seen["lru"], strict=True))
 
 # %% [markdown]
-# FIFO is the worst in every case: it forgets the instructions although everybody uses
+# FIFO is the worst with every seed: it forgets the instructions although everybody uses
 # them. LFU and the pin keep them. (LFU keeps yesterday's instructions just as well. We
 # have not measured that.)
 #
@@ -920,7 +923,8 @@ ROWS = (  # milliseconds, tokens of the prompt, keys of its blocks
     (2600, 600, [11, 12]),
 )
 names = ("timestamp", "input_length", "hash_ids")
-lines = [json.dumps({**dict(zip(names, row)), "output_length": 20}) for row in ROWS]
+rows = [dict(zip(names, row, strict=True)) for row in ROWS]
+lines = [json.dumps({**row, "output_length": 20}) for row in rows]
 print(lines[1])
 
 # %% read-trace
@@ -976,6 +980,8 @@ for name, rates in OURS.items():
 #
 # - Times were measured on one CPU with a very small model, one request at a time. On a
 #   server most of the time to the first token may be the queue.
+# - We searched for the verdict of section 2. With most prompts that we tried, the careless
+#   cache gave a usable answer. That is what makes such a fault hard to see.
 # - The traffic of section 6 is made up, and so is its contrast: documents that never
 #   return, and one prefix that always does. Three seeds show the spread, not the truth.
 # - Equal answers were compared in `float32`. In `bfloat16` a hit may change the last
