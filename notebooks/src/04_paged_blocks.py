@@ -15,7 +15,7 @@
 #
 # | file | what it is |
 # |---|---|
-# | `kv_cache/paged.py` | blocks, their free queue, the pool, and the manager that is the default from now on |
+# | `kv_cache/paged.py` | blocks, their free queue, the pool, and the manager that takes them |
 #
 # **Predict, run, explain**, as before.
 
