@@ -530,8 +530,8 @@ print(f"with them {skipped:.0%} of {num_tokens} tokens need not be computed")
 
 # %% ask-times tags=["nbval-ignore-output"]
 ratios = [[hit[i] / miss[i] for miss, hit in pairs] for i in (1, 2)]
-for name, seen in zip(("first token", "each later token"), ratios, strict=True):
-    print(f"time to the {name}: with the hit {median(seen):.2f} of that without",
+for name, seen in zip(("the first token", "each later token"), ratios, strict=True):
+    print(f"time to {name}: with the hit {median(seen):.2f} of that without",
           f"({min(seen):.2f} to {max(seen):.2f})")
 saved = (1 - median(ratios[0])) / skipped
 print(f"of the time to the first token {saved:.0%} of what the tokens predict is saved")
@@ -644,19 +644,19 @@ SIX = [
     "You are a helpful assistant. What is light?",
     "You are a helpful assistant. Why is the sky blue?",
     "You are a helpful pirate. What is gravity?",
-    "You are kind.",
     "What is gravity?",
+    "You are a helpful pirate. What is light?",
 ]
 
 six = [ids_of(prompt) for prompt in SIX]
 labels = [[text(token) for token in ids] for ids in six]
 card, rows = viz.prompt_hits(prompts_run(six, 4), labels)
-assert [row.num_found for row in rows] == [0, 8, 4, 4, 0, 0]
+assert [row.num_found for row in rows] == [0, 8, 4, 4, 0, 8]
 card
 
 # %% [markdown]
-# The last prompt has the tokens of the first one's question, at another place. It finds
-# nothing. In the next cell you can change the prompts and the block size. It starts with
+# E has the tokens of A's question, at another place. It finds nothing. F finds blocks of
+# two others. In the next cell you can change the prompts and the block size. It starts with
 # blocks of two. Which block size finds most? Which one would you choose, with chapter
 # 04's table of tails in mind?
 
@@ -765,9 +765,10 @@ print("documents a minute", *(f"{name:>12}" for name in orders))
 for n in (6, 24):
     seen = {name: [found_share(n, seed, make()) for seed in SEEDS]
             for name, make in orders.items()}
-    cells = (f"{min(x):.0%} to {max(x):.0%}" for x in seen.values())
-    print(f"{n:18}", *(f"{cell:>12}" for cell in cells))
-    assert all(f < u < min(seen["lfu"]) for f, u in zip(seen["fifo"], seen["lru"], strict=True))
+    ends = (f"{min(x):.0%} to {max(x):.0%}" for x in seen.values())
+    print(f"{n:18}", *(f"{each:>12}" for each in ends))
+    pairs = zip(seen["fifo"], seen["lru"], strict=True)
+    assert all(fifo < lru < min(seen["lfu"]) for fifo, lru in pairs)
 
 # %% [markdown]
 # FIFO is the worst with every seed: it forgets the instructions although everybody uses
@@ -812,7 +813,7 @@ for n in (0, 1, 20, 40):
 # path is a beginning that was seen. Prompts part where their tokens part, and not at the
 # end of a block. <!-- source: Zheng et al. 2024, section 3 -->
 #
-# > **Predict.** With blocks of four the six prompts found 16 tokens. How many do they find
+# > **Predict.** With blocks of four the six prompts found 24 tokens. How many do they find
 # > on a tree of tokens?
 
 # %% two-trees
@@ -824,13 +825,13 @@ card
 # %% radix
 treed = prompts_run(six, 1)
 card, nodes = viz.prompt_tree(treed, labels, title="A radix tree")
-assert [node.num_holders for node in nodes][:4] == [5, 4, 3, 2]
+assert [node.num_holders for node in nodes][:4] == [5, 3, 2, 1]
 print("found on the tree:", sum(treed.num_found), "tokens")
 card
 
 # %% [markdown]
 # Both pictures have one box for what is shared. In the tree a box ends where prompts
-# part. So the third prompt shares `assistant .` too, and the fifth shares `You are`.
+# part, so the third prompt shares `assistant .` too.
 #
 # With blocks of one token, hashes find exactly what the tree finds. The difference lies
 # elsewhere:
