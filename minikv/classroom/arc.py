@@ -105,6 +105,7 @@ MODULES = {
     "minikv.simulator": 2,
     "minikv.experiments": 3,
     "minikv.experiments.hits": 7,
+    "minikv.experiments.radix_vs_hash": 7,
     "minikv.workloads": 2,
     "minikv.workloads.traces": 7,
     "minikv.kv_cache.extents": 3,
@@ -125,6 +126,7 @@ MODULES = {
     "minikv.viz.sharing": 7,
     "minikv.viz.swimlane": 7,
     "minikv.kv_cache.radix": 7,
+    "minikv.kv_cache.radix_tree": 7,
     "minikv.bench": 8,
 }
 
