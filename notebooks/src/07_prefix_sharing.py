@@ -823,25 +823,42 @@ print("found with blocks of 4:", sum(hashed.num_found), "tokens")
 card
 
 # %% radix
-treed = prompts_run(six, 1)
-card, nodes = viz.prompt_tree(treed, labels, title="A radix tree")
+from minikv.kv_cache.radix import RadixKVCacheManager
+
+treed = prompts_run(six, 1, RadixKVCacheManager)
+card, nodes = viz.prompt_tree(treed, labels, title="A radix tree of tokens")
 assert [node.num_holders for node in nodes][:4] == [5, 3, 2, 1]
 print("found on the tree:", sum(treed.num_found), "tokens")
 card
 
 # %% [markdown]
 # Both pictures have one box for what is shared. In the tree a box ends where prompts
-# part, so the third prompt shares `assistant .` too.
+# part, so C shares `assistant .` too.
 #
-# With blocks of one token, hashes find exactly what the tree finds. The difference lies
-# elsewhere:
+# > **Predict.** Is it the tree that finds more, or the block size? We give both managers
+# > both sizes.
+
+# %% found-by-both
+print("tokens found                blocks of 4   blocks of 1")
+for of in (PrefixCachingKVCacheManager, RadixKVCacheManager):
+    found = [sum(prompts_run(six, size, of).num_found) for size in (4, 1)]
+    print(f"{of.__name__:27}{found[0]:12}{found[1]:14}")
+
+# %% [markdown]
+# With blocks of one token, hashes find exactly what the tree finds. With blocks of four
+# the tree still finds `assistant .`: its walk ends *inside* a block, and our manager
+# copies that block and goes on in the copy. A key stands for a whole block, so a map of
+# keys cannot do that.
 #
 # | | hashes of blocks | radix tree |
 # |---|---|---|
-# | what is found | whole blocks | tokens; with larger blocks, the rest of a block is copied |
+# | what is found | whole blocks | tokens; a block that is found in part is copied |
 # | one lookup | a digest per block | a walk over the tokens |
-# | index | one entry per block, independent of the others | nodes with children, that split and merge |
-# | evicted | blocks, by an order in a queue | leaves, so that no path is cut |
+# | index | an entry per block, that knows no other | nodes, that split where prompts part |
+# | evicted | blocks, in the order of a queue | leaves, so that no path is cut |
+#
+# What a lookup costs, and how much memory the index takes, is printed by `python -m
+# minikv simulate radix`.
 #
 # ## 8. What a cache tells others
 #
@@ -1008,7 +1025,7 @@ for name, rates in OURS.items():
 # far:
 
 # %% lines-so-far tags=["nbval-ignore-output"]
-cache = ("base", "extents", "contiguous", "paged", "prefix", "block_cache", "eviction")
+cache = ("base", "contiguous", "paged", "block_cache", "eviction", "prefix", "radix")
 parts = ["request", "specs", "metrics", *(f"kv_cache/{name}" for name in cache)]
 parts += ["scheduler", "workloads", "core", "simulator", "model/loader", "model/runner"]
 for part in viz.lines_of_minikv(parts):
