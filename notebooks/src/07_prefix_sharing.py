@@ -17,7 +17,7 @@
 # | `kv_cache/paged.py` | grows: forks, and copying a block before it is written |
 # | `kv_cache/prefix.py` | finds the blocks of a known beginning; the default manager from now on |
 # | `kv_cache/block_cache.py`, `eviction.py` | blocks that outlive their requests; which of them goes first |
-# | `kv_cache/radix.py` | the same on a tree of tokens |
+# | `kv_cache/radix.py`, `radix_tree.py` | the same on a tree of tokens |
 #
 # **Predict, run, explain**, as before.
 
@@ -701,7 +701,7 @@ def found_share(documents_per_minute, seed, manager):
 
 # %% [markdown]
 # The instructions are used at every question. In between they rest, and they move towards
-# the front of the queue. With LRU they are gone when so many new tokens have come as the
+# the front of the queue. With LRU they are gone once as many new tokens have come as the
 # pool has slots.
 #
 # > **Predict.** How long do the instructions survive a rest, with 24 documents a minute?
@@ -736,7 +736,7 @@ assert all(abs(p - mean) < 0.1 for p, mean in zip(predicted, means, strict=True)
 card
 
 # %% [markdown]
-# The sum predicts it well. So LRU *holds* while the rest is short against the pool, and
+# The estimate is close. So LRU *holds* while the rest is short against the pool, and
 # it fails when a pool full of strangers passes in between. Nothing is wrong with the
 # cache then. LRU simply cannot know that a document never comes back. (The prediction
 # leaves out that running requests hold a part of the pool.)
@@ -865,9 +865,9 @@ for of in (PrefixCachingKVCacheManager, RadixKVCacheManager):
 # A hit is fast, and time can be measured from outside. So a cache that all users share
 # answers a question that nobody has asked: *has somebody sent this text before?*
 #
-# A patient's letter goes through an assistant. The attacker knows the form of the letter
-# and not the diagnosis. He sends a letter with each guess, and takes the time to the
-# first token.
+# A patient's letter goes through an assistant. An attacker knows the form of the letter,
+# and not the diagnosis. The attacker sends a letter with each guess, and takes the time
+# to the first token.
 #
 # > **Predict.** Only the few tokens of the diagnosis differ. Will the right guess stand
 # > out?
@@ -988,10 +988,13 @@ for name, rates in OURS.items():
         print(f"{name:13}{capacity:14,} tokens{rate:11.1f}{theirs:13.1f}")
 
 # %% [markdown]
-# The two columns are close. They need not be equal: the paper does not say whether its
-# rates count blocks or tokens, nor of what block size. The chats need tens of millions of
-# tokens of capacity before their rate stops growing, far more than one GPU's memory has.
-# So such services keep cached blocks in the host's memory and on disks, too.
+# The two columns grow alike. For the chats ours is two to three points lower. The paper
+# does not say whether its rates count blocks or tokens, nor of what block size. Smaller
+# blocks would find more (section 5), so this may be the cause. We cannot know it.
+#
+# The chats still gain at tens of millions of tokens of capacity. One GPU's memory has
+# room for far less. So such services keep cached blocks in the host's memory and on
+# disks, too.
 # <!-- source: Qin et al., FAST'25 -->
 #
 # ## What this does not show
@@ -1002,6 +1005,7 @@ for name, rates in OURS.items():
 #   cache gave a usable answer. That is what makes such a fault hard to see.
 # - The traffic of section 6 is made up, and so is its contrast: documents that never
 #   return, and one prefix that always does. Three seeds show the spread, not the truth.
+#   The seconds of the H100 come from the simulator's model.
 # - Equal answers were compared in `float32`. In `bfloat16` a hit may change the last
 #   bits, because the skipped tokens were computed in another batch.
 # - A hit rate says how much was found. It does not say what was saved: a hit of one block
