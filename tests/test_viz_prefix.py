@@ -261,3 +261,14 @@ def test_the_lab_is_a_picture_without_a_kernel_and_follows_its_boxes_with_one(mo
     assert "B: 2 of 6" in lab.image.value and "Blocks of 2" in lab.image.value
     lab.boxes[2].value = "abc" * 40  # longer than there is room for
     assert "C: 2 of 120" in lab.image.value
+
+
+def test_tokens_too_narrow_for_a_label_have_none():
+    for length, are_named in ((30, True), (90, False)):
+        run = [[*range(length)], [*range(length)]]
+        result, labels = prompts_run(run, 2), [["x"] * length] * 2
+        for card, _ in (
+            prompts.prompt_hits(result, labels),
+            sharing.prompt_tree(result, labels, title="two"),
+        ):
+            assert ("x" in {text.get_text() for text in card.axes[0].texts}) == are_named

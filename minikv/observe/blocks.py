@@ -32,7 +32,8 @@ class Look(NamedTuple):
 
 
 class LifeRecorder:
-    """Looks at the blocks of a paged manager whenever it is called, and decides nothing.
+    """Looks at the blocks of a paged or prefix-caching manager whenever it is called, and decides
+    nothing.
 
     looks: what it has seen.
     """

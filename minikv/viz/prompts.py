@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from minikv.observe.blocks import CACHED
 from minikv.observe.pool import LIVE
-from minikv.viz.sharing import LEFT, LINE, MAX_TOKEN, NAMES
+from minikv.viz.sharing import LEFT, LINE, MAX_TOKEN, MIN_TOKEN, NAMES
 from minikv.viz.states import EDGE, PALE, fill
 from minikv.viz.style import INK, MUTED, RULE, WHITE, colour, figure, is_live, look, tint
 from minikv.viz.tables import ROW, WIDTH, frame, outline, token, write
@@ -74,10 +74,11 @@ def _draw_prompt(ax, result, prompt, name, labels, width):
             style = {"facecolor": tint(of, PALE) if shared else WHITE}
         ax.add_patch(Rectangle((x, y), wide, ROW, **style))
         for n in range(piece.start, piece.end):
-            state = None if is_found else LIVE
+            if width >= MIN_TOKEN:
+                state, middle = None if is_found else LIVE, LEFT + width * (n + 0.5)
+                token(ax, middle, y + ROW / 2, labels[n], state, of, width)
             ax.add_patch(Rectangle((LEFT + width * n, y), width, ROW, facecolor="none",
                                    edgecolor=RULE, linewidth=0.5))  # fmt: skip
-            token(ax, LEFT + width * (n + 0.5), y + ROW / 2, labels[n], state, of, width)
         outline(ax, x, y, wide, linewidth=1.2)
         blocks.append((piece.start, piece.end, piece.owner, is_found))
     return Row(found, tuple(blocks))

@@ -13,7 +13,7 @@ from minikv.viz.style import INK, MUTED, WHITE, colour, figure, look, tint
 from minikv.viz.tables import ROW, WIDTH, frame, outline, token, write
 
 LEFT, LINE, NOTED = 1.2, 0.34, 0.52  # inches: left of the tokens, from row to row; with a note
-MAX_TOKEN = 0.72  # inches
+MAX_TOKEN, MIN_TOKEN = 0.72, 0.16  # inches of a token; in less there is no room for its label
 NAMES = "ABCDEFGHIJKL"  # of prompts, in the order in which they come
 
 
@@ -141,7 +141,7 @@ def _draw_box(ax, box, width, line, block_size):
     face = tint(colour(first), PALE) if shared else WHITE
     outline(ax, x + 0.015, y, wide - 0.03, high, facecolor=face, linewidth=1.1)
     middle = y + high / 2 - (0.1 if block_size else 0)
-    for i, label in enumerate(box.tokens):
+    for i, label in enumerate(box.tokens if width >= MIN_TOKEN else ()):
         token(ax, x + width * (i + 0.5), middle, label, LIVE, colour(first), width)
     if block_size or shared:
         note = f"{box.name} ×{box.num_holders}" if block_size else f"×{box.num_holders}"
