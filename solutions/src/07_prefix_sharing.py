@@ -1,28 +1,29 @@
 # %% [markdown]
 # # Exercises of chapter 07: prefix sharing
 #
-# Six exercises and a written question, about 110 minutes. They can be done in any order; 7.2 and
-# 7.3 are the ones to keep time for.
+# Six exercises and a written question, about 115 minutes. They can be done in any order;
+# 7.2 and 7.3 are the ones to keep time for.
 #
-# **How it goes.** Each exercise has a cell to fill in and, below it, a check. Replace the `raise`
-# line by your code, then run your cell and all cells down to the check's end. (The folded ones
-# between them, shown as dots, are the check's own; read them only if you are curious.) A check that
-# passes prints numbers. One that fails shows the smallest case it found, and names the mistake if
-# it knows one that fits. The numbers that stand below a check already are what a right answer
-# prints; yours appear when you run it. `python -m minikv check 07` in a terminal checks the whole
-# notebook.
+# **How it goes.** Each exercise has a cell to fill in and, below it, a check. Replace the
+# `raise` line by your code, then run your cell and all cells down to the check's end. (The
+# folded ones between them, shown as dots, are the check's own; read them only if you are
+# curious.) A check that passes prints numbers. One that fails shows the smallest case it
+# found, and names the mistake if it knows one that fits. The numbers that stand below a
+# check already are what a right answer prints; yours appear when you run it.
+# `python -m minikv check 07` in a terminal checks the whole notebook.
 #
-# Click on the heading of exercise 7.1 and choose *Run > Run All Above Selected Cell*. From then on
-# each exercise stands by itself, except that 7.4 also uses the folded cells of 7.1, solved or not.
+# Click on the heading of exercise 7.1 and choose *Run > Run All Above Selected Cell*. From
+# then on each exercise stands by itself, except that 7.4 also needs the other cells of 7.1,
+# solved or not.
 #
 # **Hints** come in three steps, each folded: a nudge, the rule that decides the matter, an
 # outline of the code. Open as few as you need.
 #
 # **Words.** A block is *held* by every request whose table names it; `ref_cnt` counts these
-# holders. A *full* block, whose slots all have keys and values, may be *published*: it gets a *key*
-# by which it is found again, and from then on its content does not change. Tokens that are found
-# instead of computed are a *hit*. A block that nobody holds is free; if it has a key, it can still be
-# found, until it is taken for something else.
+# holders. A *full* block, whose slots all have keys and values, may be *published*: it gets
+# a *key* by which it is found again, and from then on its content does not change. Tokens
+# that are found instead of computed are a *hit*. A block that nobody holds is free; if it
+# has a key, it can still be found, until it is taken for something else.
 #
 # ```text
 # tokens      7 3 9 9 | 1 4 2 8 | 5 5              blocks of 4
@@ -62,14 +63,16 @@ begin(
 #
 # *20 minutes, medium.*
 #
-# **a. Give every full block of a prompt a key.** Two blocks may share their content exactly if their
-# keys are equal. Keys and values depend on all tokens up to their own, so equal tokens are not
-# enough: everything before them must be equal as well.
+# **a. Give every full block of a prompt a key.** Two blocks may share their content exactly
+# if their keys are equal. Keys and values depend on all tokens up to their own, so equal
+# tokens are not enough: everything before them must be equal as well.
 #
-# - Return a list with one key for each full block, in order. A tail that is not full gets none.
+# - Return a list with one key for each full block, in order. A tail that is not full gets
+#   none.
 # - A key may be anything that a dictionary takes as a key: a number, a tuple, bytes.
-# - `cache_salt` is `None` or a string. Requests of different salts share nothing at all. (Someone who
-#   measures how fast an answer starts could otherwise learn what others have asked.)
+# - `cache_salt` is `None` or a string. Requests of different salts share nothing at all.
+#   (Someone who measures how fast an answer starts could otherwise learn what others have
+#   asked.)
 #
 # ```text
 # block_size = 2, prompts that come one after the other, and what each finds:
@@ -82,12 +85,13 @@ begin(
 # ```
 #
 # <details><summary>Hint 1: a nudge</summary>
-# The key of A's second block: which other prompt of the picture could have the same one by mistake, if the
-# key were made of the block's own tokens?
+# The key of A's second block: which other prompt of the picture could have the same one by
+# mistake, if the key were made of the block's own tokens?
 # </details>
 # <details><summary>Hint 2: the rule</summary>
-# A key stands for everything from the beginning of the prompt to the end of its block. If it is made of the
-# key before it and its own tokens, that follows by itself, and so does a salt that is in the first key.
+# A key stands for everything from the beginning of the prompt to the end of its block. If
+# it is made of the key before it and its own tokens, that follows by itself, and so does a
+# salt that is in the first key.
 # </details>
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -115,7 +119,7 @@ AT_PLACE = "Equal tokens at an equal position are not enough either: their keys 
 WINDOW = "One block back is not far enough: a key stands for everything from the beginning of the prompt."
 UNSALTED = "The salt is in no key: requests of different salts find each other's blocks."
 SOME = "The salt is in some of the keys only: a block whose key lacks it is found under every salt. The chain has to begin with it."
-ORDERLESS = "The order of the tokens counts: a sum, a set or a sorted list forgets it."
+ORDERLESS = "The order counts, of tokens and of blocks: a sum, an xor, a set or a sorted list forgets it."
 GLUED = "Numbers that are only written one after the other run together: 1, 23 and 12, 3 make the same text."
 NARROW = "Token ids go beyond 65,535: what is cut off makes different tokens equal."
 BEFORE = "A key has to contain the block's own tokens, too, not only what stands before them."
@@ -154,9 +158,14 @@ def more_key_slips():
     def chained(part):
         return each(lambda t, e, B, s: (s, *(part(t[at : at + B]) for at in range(0, e, B))))
 
+    def odd(blocks):  # what an xor sees
+        return [block for block, count in Counter(blocks).items() if count % 2]
+
     yield ORDERLESS, each(lambda t, e, B, s: (s, *sorted(t[:e])))
     yield ORDERLESS, each(lambda t, e, B, s: (s, e, sum(t[:e])))
     yield ORDERLESS, each(lambda t, e, B, s: (s, frozenset(t[:e])))
+    yield ORDERLESS, each(lambda t, e, B, s: (s, *sorted(tuple(t[at : at + B]) for at in range(0, e, B))))
+    yield ORDERLESS, each(lambda t, e, B, s: (s, frozenset(odd(tuple(t[at : at + B]) for at in range(0, e, B)))))
     yield ORDERLESS, chained(sum)
     yield ORDERLESS, chained(frozenset)
     yield ORDERLESS, chained(lambda tokens: tuple(sorted(tokens)))
@@ -222,6 +231,7 @@ def small_prompts():
     yield [([1, 4], None), ([4, 1], None), ([2, 3], None), ([4, 1], None)]
     yield [([1, 23], None), ([12, 3], None), ([1, 23], None)]
     yield [([1, 2, 2, 3], None), ([2, 1, 3, 2], None), ([1, 2, 3, 2], None)]
+    yield [([1, 2, 3, 4], None), ([3, 4], None), ([3, 4, 1, 2], None)]  # the same two blocks, turned round
     yield [([70_001, 5], None), ([113, 5], None), ([4_465, 5], None), ([70_001, 5], None)]
 
 
@@ -267,19 +277,22 @@ def exercise_7_1(block_keys):
     print(f"{num_prompts} prompts right; they find {num_found} blocks in all")
 
 # %% [markdown]
-# **b. Find the longest beginning that is there.** `cached` maps the key of each published block to
-# its block id. Given the keys of a prompt's full blocks, return the block ids of its longest
-# beginning that is cached. Blocks can be taken away in any order, so there may be holes.
+# **b. Find the longest beginning that is there.** `cached` maps the key of each published
+# block to its block id. Given the keys of a prompt's full blocks, return the block ids of
+# its longest beginning that is cached. Blocks can be taken away in any order, so there may
+# be holes.
 #
 # ```text
 # keys = ["p", "q", "r"], cached = {"p": 4, "r": 0, "z": 2}      returns [4]
 # ```
 #
 # <details><summary>Hint 1: a nudge</summary>
-# "r" is there. What would the request have to do about the tokens of "q", if it used block 0 as well?
+# "r" is there. What would the request have to do about the tokens of "q", if it used block
+# 0 as well?
 # </details>
 # <details><summary>Hint 2: the rule</summary>
-# A hit is a beginning: it ends at the first key that is not there. And 0 is a block id like any other.
+# A hit is a beginning: it ends at the first key that is not there. And 0 is a block id like
+# any other.
 # </details>
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -349,9 +362,9 @@ def inputs_7_1_b():
     yield many, {key: 100_000 - i for i, key in enumerate(many) if i != 850}
 
 # %% [markdown]
-# Your two functions become part of this manager, which serves a real model. It compares what it finds,
-# token by token, before it believes a key; so a wrong key can cost hits, but never make an answer wrong.
-# `admit` is exercise 7.4.
+# Your two functions become part of this manager, which serves a real model. It compares
+# what it finds, token by token, before it believes a key; so a wrong key can cost hits, but
+# never make an answer wrong. `admit` is exercise 7.4.
 
 # %% sharing-7-1
 @lent
@@ -490,19 +503,20 @@ for keys in (right_keys, blind_keys):
 #
 # *30 minutes, hard.*
 #
-# **Let samples of one prompt share its blocks, and copy a block only when it must be.** With `n=4` the
-# engine computes a prompt once and then forks it three times. All four go on differently, from the
-# middle of a block perhaps.
+# **Let samples of one prompt share its blocks, and copy a block only when it must be.**
+# With `n=4` the engine computes a prompt once and then forks it three times. All four go on
+# differently, from the middle of a block perhaps.
 #
 # What you inherit from `Counted`, below, and may use, beside what exercise 4.2 had:
 #
 # | | |
 # |---|---|
-# | `self.take()` | takes a free block for one holder and returns its id; look at `self.free_block_ids` first |
+# | `self.free_block_ids` | the free blocks |
+# | `self.take()` | takes one of them for one holder, and returns its id |
 # | `self.hold(block_id)` | one holder more |
 # | `self.let_go(block_id)` | one holder less; it is free again when none is left |
 # | `self.ref_cnt[block_id]` | how many hold it |
-# | `self.pending.append(BlockCopy(src, dst, 1))` | block `src` is copied to `dst`, before anything is written in this step |
+# | `self.pending.append(BlockCopy(src, dst, 1))` | block `src` is copied to `dst` before this step writes |
 
 # %% counted-7-2
 @lent
@@ -545,43 +559,46 @@ class Counted(KVCacheManager):
 
 # %% [markdown]
 # - `fork(parent, child)` gives `child` a table: the blocks that hold its first
-#   `child.num_computed_tokens` tokens, which are the parent's. Nothing is copied now. The parent may
-#   have more tokens than that, and more blocks. Return `True`.
-# - `allocate_slots(request, num_new_tokens)` makes room as in exercise 4.2. The first token to be computed
-#   may go into a block that others hold. Then the request first needs a copy of its own: a new block takes
-#   its place in the table, the copy is noted in `self.pending`, and the old block has one holder less. If
-#   too few blocks are free for all of it, return `None`; then nothing may have changed.
+#   `child.num_computed_tokens` tokens, which are the parent's. Nothing is copied now. The
+#   parent may have more tokens than that, and more blocks. Return `True`.
+# - `allocate_slots(request, num_new_tokens)` makes room as in exercise 4.2. The first token
+#   to be computed may go into a block that others hold. Then the request first needs a copy
+#   of its own: a new block takes its place in the table, the copy is noted in
+#   `self.pending`, and the old block has one holder less. If too few blocks are free for
+#   all of it, return `None`; then nothing may have changed.
 #
 # ```text
-# block_size = 4, A has computed 6 tokens         tables                  ref_cnt of 0, 1, 2, 3, 4
+# block_size = 4                             tables              ref_cnt of blocks 0 to 4
 #
-# A                                               A [0, 1]                1  1  0  0  0
-# fork to B with 6 tokens, to C with 6            A, B and C [0, 1]       3  3  0  0  0
-# A computes 1 token: copy 1 -> 2                 A [0, 2]                3  2  1  0  0
-# B computes 1 token: copy 1 -> 3                 B [0, 3]                3  1  1  1  0
-# C computes 1 token: nobody else holds 1         C [0, 1]                3  1  1  1  0
+# A has computed 6 tokens                    A [0, 1]            1  1  0  0  0
+# fork to B and C, 6 tokens each             A, B, C [0, 1]      3  3  0  0  0
+# A computes 1 token: copy 1 -> 2            A [0, 2]            3  2  1  0  0
+# B computes 1 token: copy 1 -> 3            B [0, 3]            3  1  1  1  0
+# C computes 1 token: only C holds 1         C [0, 1]            3  1  1  1  0
 # ```
 #
 # <details><summary>Hint 1: a nudge</summary>
-# Which block of the table will the next token be written to? Which of the blocks before it will ever be
-# written to again?
+# Which block of the table will the next token be written to? Which of the blocks before it
+# will ever be written to again?
 # </details>
 # <details><summary>Hint 2: the rule</summary>
-# Only the block at place num_computed_tokens // block_size can need a copy, and only if it is in the table
-# already and ref_cnt is above 1. The copy needs a free block like any other: count it before taking any.
+# Only the block at place num_computed_tokens // block_size can need a copy, and only if it
+# is in the table already and ref_cnt is above 1. The copy needs a free block like any
+# other: count it before taking any.
 # </details>
 # <details><summary>Hint 3: an outline</summary>
 #
 # ```text
-# fork:            table <- the parent's blocks for child.num_computed_tokens tokens, as a list of its own
-#                  hold each;  set the child's table;  return True
+# fork:    table <- the parent's blocks for child.num_computed_tokens tokens, a new list
+#          hold each;  set the child's table;  return True
 #
-# allocate_slots:  table <- a copy of what the request holds, or an empty list
-#                  more  <- blocks for (computed + new) tokens, rounded up, less those in the table
-#                  place <- computed // block_size;   shared <- the block there, if others hold it
-#                  more, and one for shared, are more than are free?   return None
-#                  shared?  take a block;  note the copy;  let go of shared;  put the new one at place
-#                  take more blocks, add them at the end;  set the table;  return it
+# allocate_slots:
+#          table <- a copy of what the request holds, or an empty list
+#          more  <- blocks for (computed + new) tokens, rounded up, less those in the table
+#          place <- computed // block_size;  shared <- the block there, if others hold it
+#          more, and one for shared, are more than are free?  return None
+#          shared?  take a block;  note the copy;  let go of shared;  put the new one there
+#          take `more` blocks, add them at the end;  set the table;  return it
 # ```
 # </details>
 
@@ -665,7 +682,8 @@ def judge_fork(m, parent, child, got, before):
     need = cdiv(child.num_computed_tokens, m.block_size)
     shown = f"{of} has {parent.num_computed_tokens} tokens in {theirs}; {name}, with {child.num_computed_tokens}, got {table}."
     assert now["pending"] == before["pending"] and set(table) <= set(theirs), f"{AT_FORK}\n{shown} Copies: {now['pending']}"
-    assert m.tables[name] is not m.tables.get(of), f"{ALIAS}\n{shown}"
+    one_list = isinstance(m.tables[name], list) and m.tables[name] is m.tables.get(of)
+    assert not one_list, f"{ALIAS}\n{shown}"
     assert table != theirs[: child.num_computed_tokens // m.block_size] or len(table) == need, f"{NO_TAIL}\n{shown}"
     assert not (len(table) > need and table == theirs[: len(table)]), f"{AHEAD}\n{shown}"
     assert table == theirs[:need], f"The child's table lists the blocks of its tokens, {theirs[:need]}.\n{shown}"
@@ -935,8 +953,8 @@ def exercise_7_2_in_the_engine(MyForks):
         print(f"{num_blocks} blocks of {B:2}: tokens as under slabs; {most}")
 
 # %% [markdown]
-# Now a model whose text you can read: in a cell of your own,
-# `LLM("smollm2", kv_cache_manager=MyForks(96, 16)).generate(..., SamplingParams(n=4, temperature=0.8))`.
+# Now a model whose text you can read: in a cell of your own, `LLM("smollm2",
+# kv_cache_manager=MyForks(96, 16)).generate(..., SamplingParams(n=4, temperature=0.8))`.
 
 # %% on-smollm2 tags=["solution", "nbval-ignore-output"]
 def on_smollm2(manager):
@@ -955,8 +973,8 @@ for answer in on_smollm2(MyForks(96, 16)):
 #
 # *25 minutes, hard.*
 #
-# **a. Write the three moves of a pool whose blocks outlive their holders.** A block is in one of three
-# places:
+# **a. Write the three moves of a pool whose blocks outlive their holders.** A block is in
+# one of three places:
 #
 # | | ref_cnt | key | waits in |
 # |---|---|---|---|
@@ -964,19 +982,24 @@ for answer in on_smollm2(MyForks(96, 16)):
 # | free | 0 | no | `free` |
 # | cached and free | 0 | yes | `cached_free` |
 #
-# - `let_go(block_id)`: one holder less. A block that nobody holds now waits, at the end of the list where
-#   it belongs. Nobody may let go of a block that nobody holds: raise `ValueError`, and change nothing.
-# - `hold(block_id)`: one holder more, for a block in use or one that was found by its key. It waits no more.
-# - `take()`: a block for one holder, which will write other content into it. Blocks without a key go first:
-#   nothing is lost with them. Then the first of `cached_free`, which from now on nobody finds any more.
-#   Both lists give from their front. Return its id, or `None` if no block is left.
+# - `let_go(block_id)`: one holder less. A block that nobody holds now waits, at the end of
+#   the list where it belongs. Nobody may let go of a block that nobody holds: raise
+#   `ValueError`, and change nothing.
+# - `hold(block_id)`: one holder more, for a block in use or one that was found by its key.
+#   It waits no more.
+# - `take()`: a block for one holder, which will write other content into it. Blocks without
+#   a key go first: nothing is lost with them. Then the first of `cached_free`, which from
+#   now on nobody finds any more. Both lists give from their front. Return its id, or `None`
+#   if no block is left.
 #
 # <details><summary>Hint 1: a nudge</summary>
-# When the last holder leaves, are the block's keys and values still in the pool? Until when?
+# When the last holder leaves, are the block's keys and values still in the pool? Until
+# when?
 # </details>
 # <details><summary>Hint 2: the rule</summary>
-# ref_cnt says who holds a block, the key says whether it can be found: two different things. Letting go
-# changes the first, and only take() the second. It has to be undone on both sides, in key_of and in cached.
+# ref_cnt says who holds a block, the key says whether it can be found: two different
+# things. Letting go changes the first, and only take() the second. It has to be undone on
+# both sides, in key_of and in cached.
 # </details>
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1223,15 +1246,16 @@ def exercise_7_3(MyPool):
         print(f"{num_blocks:2} blocks: {num_moves} moves right; {seen}")
 
 # %% [markdown]
-# **b. Write the check that finds a pool whose books contradict each other.** Exercise 4.5 did it for blocks
-# without keys. `pool` has the five attributes of part a; `tables` maps the name of each request to its
-# block ids. Raise `InvariantBroken("...")` where one of these rules is broken, with a message, and
-# return nothing where none is:
+# **b. Write the check that finds a pool whose books contradict each other.** Exercise 4.5
+# did it for blocks without keys. `pool` has the five attributes of part a; `tables` maps
+# the name of each request to its block ids. Raise `InvariantBroken("...")` where one of
+# these rules is broken, with a message, and return nothing where none is:
 #
 # 1. `ref_cnt` of a block is the number of tables that name it.
-# 2. A block that is held waits in no list. One that nobody holds waits in exactly one, once: in
-#    `cached_free` if it has a key, else in `free`.
-# 3. `key_of` and `cached` say the same: if one maps a block to a key, the other maps this key to this block.
+# 2. A block that is held waits in no list. One that nobody holds waits in exactly one,
+#    once: in `cached_free` if it has a key, else in `free`.
+# 3. `key_of` and `cached` say the same: if one maps a block to a key, the other maps this
+#    key to this block.
 #
 # All ids that occur are ids of the pool, and no table names a block twice.
 #
@@ -1239,8 +1263,8 @@ def exercise_7_3(MyPool):
 # Two keys that both find block 3: which of the two maps shows it, and by what?
 # </details>
 # <details><summary>Hint 2: the rule</summary>
-# Look at each block by itself, and at the maps from both sides. A sum of counts, or a set of ids, hides
-# what two faults do to each other.
+# Look at each block by itself, and at the maps from both sides. A sum of counts, or a set
+# of ids, hides what two faults do to each other.
 # </details>
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1441,17 +1465,23 @@ def exercise_7_3_check(check_pool):
 #
 # *10 minutes, medium.*
 #
-# **How many tokens of a prompt are skipped, how many are run, and what does it cost the pool?**
+# **How many tokens of a prompt are skipped, how many are run, and what does it cost the
+# pool?**
 #
-# The lookup has found the blocks of a prompt's beginning. `num_tokens` counts all known tokens of the request;
-# `ref_cnts` has the `ref_cnt` of each found block, in order. A request may have been preempted: then
-# its known tokens include some that it sampled before, and nothing changes for you. Return three numbers:
+# The lookup has found the blocks of a prompt's beginning. `num_tokens` counts all known
+# tokens of the request; `ref_cnts` has the `ref_cnt` of each found block, in order. A
+# request may have been preempted: then its known tokens include some that it sampled
+# before, and nothing changes for you. Return three numbers:
 #
 # | | |
 # |---|---|
-# | `num_cached_tokens` | tokens that are used as found. At least one token has to be run, for the logits that the next token is sampled from. And a published block does not change: whoever uses it writes nothing into it |
+# | `num_cached_tokens` | tokens that are used as found |
 # | `num_new_tokens` | known tokens that are still to be run |
-# | `num_blocks_taken` | by how many the free blocks become fewer, once all known tokens have a slot. A block that nobody holds is free, also if it can be found |
+# | `num_blocks_taken` | by how many the free blocks become fewer, once all known tokens have a slot |
+#
+# At least one token has to be run, for the logits that the next token is sampled from. A
+# published block does not change: whoever uses it writes nothing into it. A block that nobody
+# holds is free, also if it can be found.
 #
 # ```text
 # block_size = 4, 10 tokens, found: 2 blocks, ref_cnts = [1, 0]
@@ -1461,11 +1491,13 @@ def exercise_7_3_check(check_pool):
 # ```
 #
 # <details><summary>Hint 1: a nudge</summary>
-# 8 tokens, and both of their blocks are found. Where do the logits for the ninth token come from?
+# 8 tokens, and both of their blocks are found. Where do the logits for the ninth token come
+# from?
 # </details>
 # <details><summary>Hint 2: the rule</summary>
-# At most num_tokens - 1 tokens are skipped, and they come in whole blocks: the block that the last token
-# lies in is computed anew, in a block of the request's own, even if only that one token was missing.
+# At most num_tokens - 1 tokens are skipped, and they come in whole blocks: the block that
+# the last token lies in is computed anew, in a block of the request's own, even if only
+# that one token was missing.
 # </details>
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1555,8 +1587,9 @@ def exercise_7_4(admit):
         print(f"blocks of {B:2}: 12 tokens, again, and one more: hit tokens {hits}")
 
 # %% [markdown]
-# With blocks of 1 the hit is a token less than everything. With blocks of 12 it is nothing less than the
-# whole block: that one token costs 12. (vLLM does the same.) With 13 tokens, all 12 are used.
+# With blocks of 1 the hit is a token less than everything. With blocks of 12 it is nothing
+# less than the whole block: that one token costs 12. (vLLM does the same.) With 13 tokens,
+# all 12 are used.
 # <!-- source: vLLM, vllm/v1/core/kv_cache_manager.py, get_computed_blocks -->
 
 # %% [markdown]
@@ -1564,17 +1597,18 @@ def exercise_7_4(admit):
 #
 # *12 minutes, medium.*
 #
-# **Requests have ended; now new ones need blocks. In which order are the free blocks taken?**
+# **Requests have ended; now new ones need blocks. In which order are the free blocks
+# taken?**
 #
 # `events` tells what happened, in order:
 #
-# - `("start", name, table)`: a request comes in with these blocks. Blocks that others hold are shared.
-#   Blocks that waited, free but with a key, were found again.
-# - `("end", name, num_full_blocks)`: it ends. The first `num_full_blocks` of its table are full and have
-#   a key; the rest has none.
+# - `("start", name, table)`: a request comes in with these blocks. Blocks that others hold
+#   are shared. Blocks that waited, free but with a key, were found again.
+# - `("end", name, num_full_blocks)`: it ends. The first `num_full_blocks` of its table are
+#   full and have a key; the rest has none.
 #
-# Return the ids of all blocks that are free now, in the order in which they will be taken. The order
-# is the package's:
+# Return the ids of all blocks that are free now, in the order in which they will be taken.
+# The order is the package's:
 #
 # 1. Blocks without a key go first, in the order in which they became free.
 # 2. Then those with one, the least recently used first: a block was last used when its last
@@ -1588,19 +1622,19 @@ def exercise_7_4(admit):
 # ```
 #
 # <details><summary>Hint 1: a nudge</summary>
-# Someone comes whose prompt begins like A's. What is block 1 good for, if block 0 has been taken? And
-# block 0, if block 1 has been taken?
+# Someone comes whose prompt begins like A's. What is block 1 good for, if block 0 has been
+# taken? And block 0, if block 1 has been taken?
 # </details>
 # <details><summary>Hint 2: the rule</summary>
-# A hit is a beginning, so a tail without its head is worth nothing. Go through the events with a
-# count of holders for each block; a block enters a queue when its count becomes 0, and leaves it when it is
-# found again.
+# A hit is a beginning, so a tail without its head is worth nothing. Go through the events
+# with a count of holders for each block; a block enters a queue when its count becomes 0,
+# and leaves it when it is found again.
 # </details>
 # <details><summary>Hint 3: an outline</summary>
 #
 # ```text
 # without, with_key <- two empty lists;  tables, holders <- empty
-# start:  note the table;  for each block:  one holder more;  remove it from with_key if it is there
+# start:  note the table;  for each block:  one holder more;  take it out of with_key
 # end:    for each block of the table, from the last to the first:
 #             one holder less;  none left?   add it to with_key if its place is < num_full_blocks
 #                                            else to without
@@ -1744,9 +1778,9 @@ def exercise_7_5(eviction_order):
 #
 # *12 minutes, medium.*
 #
-# **Predict what a prefix cache finds of each prompt, and what that saves.** Paper is enough; code is
-# allowed. Six prompts come one after the other, each when the one before is done. The pool has room for
-# everything. Each answer has 8 tokens.
+# **Predict what a prefix cache finds of each prompt, and what that saves.** Paper is
+# enough; code is allowed. Six prompts come one after the other, each when the one before is
+# done. The pool has room for everything. Each answer has 8 tokens.
 #
 # | prompt | its tokens, in order | how many |
 # |---|---|---|
@@ -1759,22 +1793,24 @@ def exercise_7_5(eviction_order):
 #
 # <!-- source: the sums of the lengths in the same rows -->
 #
-# Questions begin with different tokens, and no token of one thing occurs in another. Return four lists of
-# six numbers:
+# Questions begin with different tokens, and no token of one thing occurs in another. Return
+# four lists of six numbers:
 #
-# - `hits_4` and `hits_16`: hit tokens of each prompt, with blocks of 4 and with blocks of 16
-# - `prompt_steps`: steps that compute tokens of the prompt, with blocks of 4. A step computes 16 tokens
-#   at most.
-# - `answer_steps`: the steps after those, up to the last token of the answer, with blocks of 4. The step
-#   that ends a prompt samples the first token of its answer already.
+# - `hits_4` and `hits_16`: hit tokens of each prompt, with blocks of 4 and with blocks of
+#   16
+# - `prompt_steps`: steps that compute tokens of the prompt, with blocks of 4. A step
+#   computes 16 tokens at most.
+# - `answer_steps`: the steps after those, up to the last token of the answer, with blocks
+#   of 4. The step that ends a prompt samples the first token of its answer already.
 #
 # <details><summary>Hint 1: a nudge</summary>
-# Which tokens have keys and values in the pool when prompt 5 comes? Is the last token of prompt 1's answer
-# one of them?
+# Which tokens have keys and values in the pool when prompt 5 comes? Is the last token of
+# prompt 1's answer one of them?
 # </details>
 # <details><summary>Hint 2: the rule</summary>
-# Find the longest common beginning with anything that was computed before, answers included. Cut it to whole
-# blocks, and to at most one token less than the prompt (exercise 7.4).
+# Find the longest common beginning with anything that was computed before, answers
+# included. Cut it to whole blocks, and to at most one token less than the prompt (exercise
+# 7.4).
 # </details>
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1902,20 +1938,22 @@ def exercise_7_6(predicted):
         print(f"{name:29} {hit:2} {coarse:3} {steps:3} {rest:3}")
 
 # %% [markdown]
-# Larger blocks lose more at the end of what is common, and everything where less than a block is. They
-# also need fewer keys. The answers take as many steps as without a cache.
+# Larger blocks lose more at the end of what is common, and everything where less than a
+# block is. They also need fewer keys. The answers take as many steps as without a cache.
 
 # %% [markdown]
 # ## Exercise 7.7: what does a hit rate hide?
 #
 # *6 minutes, medium.*
 #
-# **A team makes the cache's hit rate (hit tokens over prompt tokens) its only goal. What would that
-# hide?** Write five or six lines: at least two ways to raise this number that help nobody or do harm, what
-# each would do to whom, and what you would measure beside it. A person reads this one; the check only
-# sees whether a sentence (20 letters or more) stands there.
+# **A team makes the cache's hit rate (hit tokens over prompt tokens) its only goal. What
+# would that hide?** Write five or six lines: at least two ways to raise this number that
+# help nobody or do harm, what each would do to whom, and what you would measure beside it.
+# A person reads this one; the check only sees whether a sentence (20 letters or more)
+# stands there.
 #
-# Test yourself before you hand it in. Which number stands behind each claim, and where would you read it?
+# Test yourself before you hand it in. Which number stands behind each claim, and where
+# would you read it?
 #
 # | if you claim that | then name |
 # |---|---|
@@ -1927,22 +1965,25 @@ def exercise_7_6(predicted):
 # A claim without a number is a guess.
 
 # %% [markdown] written-7-7 points=2
-# A hit rate counts tokens that were not computed, over tokens that came in. It can be raised by what comes
-# in: a longer header, the same for all, makes the rate rise (200 of 264 tokens are 76%, 1,000 of 1,064 are 94%),
-# while every request now reads 800 tokens more in each decode step, and holds them. A hit saves prefill
-# only: in exercise 7.6 the answers took 7 steps each, hit or not; so time per output token, and with long
-# answers most of the wait, does not show in it. It hides who pays: pinned headers, or cached blocks kept while
-# others are preempted, are memory that running requests lack; sending everyone with the same header to one
-# machine raises the rate there, and the queue. And dropping the salt makes tenants share: the rate rises,
-# and an answer that starts fast tells what others have asked.
-# I would put beside it: TTFT at p50 and p99 for hits and misses apart, prompt tokens really computed
-# per second, time per output token, preemptions and evictions, cached blocks over the pool.
+# A hit rate counts tokens that were not computed, over tokens that came in. It can be
+# raised by what comes in: a longer header, the same for all, makes the rate rise (200 of
+# 264 tokens are 76%, 1,000 of 1,064 are 94%), while every request now reads 800 tokens more
+# in each decode step, and holds them. A hit saves prefill only: in exercise 7.6 the answers
+# took 7 steps each, hit or not; so time per output token, and with long answers most of the
+# wait, does not show in it. It hides who pays: pinned headers, or cached blocks kept while
+# others are preempted, are memory that running requests lack; sending everyone with the
+# same header to one machine raises the rate there, and the queue. And dropping the salt
+# makes tenants share: the rate rises, and an answer that starts fast tells what others have
+# asked. I would put beside it: TTFT at p50 and p99 for hits and misses apart, prompt tokens
+# really computed per second, time per output token, preemptions and evictions, cached
+# blocks over the pool.
 #
-# **Rubric, 2 points.** One for *what it hides*: at least two of: it counts tokens, not time (decode, queue,
-# and a prefill that was short anyway); the denominator can be fed (longer shared headers, repeated
-# traffic); memory held or pinned, evictions and preemptions of others; isolation given up for hits
-# (salt); averages over tenants. Each with the mechanism, one of them with a number. One for *what
-# to measure beside it*, with its unit: TTFT of hits and misses, tokens computed, time per output token,
-# preemptions, memory. No point for "a high hit rate makes decoding faster", "the answers get
-# worse with hits" or "0% means that the cache is broken". Samples at three levels stand in
+# **Rubric, 2 points.** One for *what it hides*: at least two of: it counts tokens, not time
+# (decode, queue, and a prefill that was short anyway); the denominator can be fed (longer
+# shared headers, repeated traffic); memory held or pinned, evictions and preemptions of
+# others; isolation given up for hits (salt); averages over tenants. Each with the
+# mechanism, one of them with a number. One for *what to measure beside it*, with its unit:
+# TTFT of hits and misses, tokens computed, time per output token, preemptions, memory. No
+# point for "a high hit rate makes decoding faster", "the answers get worse with hits" or
+# "0% means that the cache is broken". Samples at three levels stand in
 # `solutions/README.md`.

@@ -117,7 +117,7 @@ def block_keys(tokens, B, salt):
 
 
 # %% ex-7-1 wrong: a chain that adds up
-# says: The order of the tokens counts
+# says: The order counts, of tokens and of blocks
 def block_keys(tokens, B, salt):
     keys, parent = [], (salt,)
     for i in range(len(tokens) // B):
@@ -127,12 +127,22 @@ def block_keys(tokens, B, salt):
 
 
 # %% ex-7-1 wrong: sets of tokens
-# says: The order of the tokens counts
+# says: The order counts, of tokens and of blocks
 def block_keys(tokens, B, salt):
     return [
         (salt, *(frozenset(tokens[j : j + B]) for j in range(0, i * B + B, B)))
         for i in range(len(tokens) // B)
     ]
+
+
+# %% ex-7-1 wrong: an xor of the blocks' hashes
+# says: The order counts, of tokens and of blocks
+def block_keys(tokens, B, salt):
+    keys, parent = [], hash(salt)
+    for i in range(len(tokens) // B):
+        parent ^= hash((B, *tokens[i * B : i * B + B]))
+        keys.append(parent)
+    return keys
 
 
 # %% ex-7-1 wrong: digits written one after the other
@@ -435,6 +445,45 @@ class MyForks(Counted):
             return self.set_table(
                 request, before + tail + after + [self.take() for _ in range(need)]
             )
+
+
+# %% ex-7-2 right: tables that are tuples
+class MyForks(Counted):
+    def fork(self, parent, child):
+        num_blocks = cdiv(child.num_computed_tokens, self.block_size)
+        table = tuple(self.tables[parent.request_id])[:num_blocks]
+        for block_id in table:
+            self.ref_cnt[block_id] += 1
+        self.set_table(child, table)
+        return True
+
+    def allocate_slots(self, request, num_new_tokens):
+        B, free = self.block_size, len(self.free_block_ids)
+        table = tuple(self.tables.get(request.request_id, ()))
+        place, offset = divmod(request.num_computed_tokens, B)
+        shared = table[place : place + 1]
+        if shared and self.ref_cnt[shared[0]] == 1:
+            shared = ()
+        num_slots = place * B + offset + num_new_tokens
+        need = max(len(table), -(-num_slots // B)) - len(table)
+        if need + len(shared) > free:
+            return None
+        for block_id in shared:
+            dst = self.take()
+            self.pending.append(BlockCopy(src=block_id, dst=dst, num_blocks=1))
+            table = (*table[:place], dst, *table[place + 1 :])
+            self.let_go(block_id)
+        return self.set_table(request, table + tuple(self.take() for _ in range(need)))
+
+
+# %% ex-7-2 wrong: copies are noted, and thrown away
+# says: A reads [None, None, 'A2']
+# -     def fork(self, parent, child):
+# +     def copies(self):
+# +         self.pending = []
+# +         return []
+# +
+# +     def fork(self, parent, child):
 
 
 # %% ex-7-2 wrong: everything is copied at the fork
