@@ -25,11 +25,11 @@ COMMANDS = {
         "serve traffic on a GPU that is not here",
     ),
     "bench": ("minikv.commands.bench:main", "measure this engine beside transformers and vLLM"),
-    "start": ("minikv.classroom.work:main_start", "copy a chapter's exercises to work/"),
-    "check": ("minikv.classroom.check:main", "check your exercises, one by one"),
-    "reset": ("minikv.classroom.work:main_reset", "restore an exercise as shipped"),
-    "progress": ("minikv.classroom.work:main_progress", "show which exercises are done"),
-    "build": ("minikv.classroom.build:main", "build and execute notebooks from their text sources"),
+    "start": ("minikv.commands.work:main_start", "copy a chapter's exercises to work/"),
+    "check": ("minikv.commands.check:main", "check your exercises, one by one"),
+    "reset": ("minikv.commands.work:main_reset", "restore an exercise as shipped"),
+    "progress": ("minikv.commands.work:main_progress", "show which exercises are done"),
+    "build": ("minikv.commands.build:main", "build and execute notebooks from their text sources"),
 }
 
 

@@ -35,6 +35,7 @@ LOOP_LIMIT = 50_000  # passes through the targets' loops in one trace; the longe
 PAGED, CONTIGUOUS = "minikv.kv_cache.paged", "minikv.kv_cache.contiguous"
 BASE, SCHEDULER, CORE = "minikv.kv_cache.base", "minikv.scheduler", "minikv.core"
 STATIC = "minikv.static_batching"
+PREFIX, CACHE = "minikv.kv_cache.prefix", "minikv.kv_cache.block_cache"
 TARGETS = {  # function -> its module
     "FreeKVCacheBlockQueue.popleft_n": PAGED,
     "FreeKVCacheBlockQueue.append_n": PAGED,
@@ -44,6 +45,10 @@ TARGETS = {  # function -> its module
     "PagedKVCacheManager.num_free_blocks": PAGED,
     "PagedKVCacheManager.allocate_slots": PAGED,
     "PagedKVCacheManager.free": PAGED,
+    "PagedKVCacheManager.fork": PAGED,
+    "PagedKVCacheManager._forked_tail": PAGED,
+    "PagedKVCacheManager._make_own": PAGED,
+    "PagedKVCacheManager.copies": PAGED,
     "ContiguousKVCacheManager.num_blocks_for": CONTIGUOUS,
     "ContiguousKVCacheManager.allocate_slots": CONTIGUOUS,
     "ContiguousKVCacheManager._refuse": CONTIGUOUS,
@@ -61,12 +66,35 @@ TARGETS = {  # function -> its module
     "Scheduler._fan_out": SCHEDULER,
     "Scheduler.finish": SCHEDULER,
     "Scheduler.recover": SCHEDULER,
+    "Scheduler._mark": SCHEDULER,
+    "Scheduler._forget": SCHEDULER,
+    "StaticScheduler.schedule": STATIC,
+    "StaticScheduler._form_batch": STATIC,
+    "StaticScheduler.update": STATIC,
     "StaticScheduler._fan_out": STATIC,
+    "StaticScheduler.finish": STATIC,
+    "StaticScheduler._leave": STATIC,
+    "StaticScheduler.recover": STATIC,
     "EngineCore.step": CORE,
+    "PrefixCachingKVCacheManager._extend": PREFIX,
+    "PrefixCachingKVCacheManager.find_longest_cache_hit": PREFIX,
+    "PrefixCachingKVCacheManager.get_num_cached_tokens": PREFIX,
+    "PrefixCachingKVCacheManager._find_again": PREFIX,
+    "PrefixCachingKVCacheManager._admit_with_hit": PREFIX,
+    "PrefixCachingKVCacheManager.cache_blocks": PREFIX,
+    "PrefixCachingKVCacheManager._make_own": PREFIX,
+    "PrefixCachingKVCacheManager.free": PREFIX,
+    "CachingBlockPool.get_new_blocks": CACHE,
+    "CachingBlockPool.touch": CACHE,
+    "CachingBlockPool.queue_free": CACHE,
+    "CachingBlockPool.publish": CACHE,
+    "CachingBlockPool.unpublish": CACHE,
 }
-PLANTED_ONLY = ("Scheduler.recover", "StaticScheduler._fan_out")  # nothing is generated from them
+PLANTED_ONLY = (PREFIX, CACHE)  # nothing is generated from the functions of these modules yet
 UNIT_TESTS = {  # the tests of a module that need no more than minikv's accounting
-    PAGED: ("test_paged",),
+    PAGED: ("test_paged", "test_prefix"),
+    PREFIX: ("test_prefix",),
+    CACHE: ("test_prefix",),
     CONTIGUOUS: ("test_contiguous", "test_relocation"),
     BASE: ("test_contiguous", "test_relocation", "test_paged"),
     SCHEDULER: ("test_scheduler", "test_core", "test_interrupts"),
@@ -75,6 +103,8 @@ UNIT_TESTS = {  # the tests of a module that need no more than minikv's accounti
 }
 MANAGERS_OF = {  # those that run the code of the module; the others cannot tell
     PAGED: [name for name in MANAGERS if name.startswith("paged")],
+    PREFIX: ["prefix", "prefix-collisions"],
+    CACHE: ["prefix", "prefix-collisions"],
     CONTIGUOUS: [name for name in MANAGERS if name.startswith("contiguous")],
 }
 
@@ -113,19 +143,20 @@ PLANTED = [
             "num_tokens = request.num_computed_tokens + num_new_tokens",
             "num_tokens = request.num_computed_tokens + num_new_tokens + 1"),
     Planted("allocates at num_tokens % B == 0", "PagedKVCacheManager.allocate_slots",
-            "if num_tokens <= num_slots and must_fit_tokens <= num_slots:",
+            "if num_tokens <= num_slots and must_fit_tokens <= num_slots and not "
+            "self._forked_tails:",
             "if table and request.num_tokens % self.block_size:"),
     Planted("refusal after a change", "PagedKVCacheManager.allocate_slots",
-            "        if max(num_new_blocks, must_fit_blocks)",
+            "        if num_needed +",
             "        table = table or self.set_table(request, [])\n"
-            "        if max(num_new_blocks, must_fit_blocks)"),
-    Planted("freed head first", "PagedKVCacheManager.free", "reversed(table)", "table"),
-    Planted("double free", "PagedKVCacheManager.free", "reversed(table)]",
-            "reversed(table)] * 2"),
+            "        if num_needed +"),
+    Planted("freed head first", "PagedKVCacheManager.free", "blocks[::-1]", "blocks"),
+    Planted("double free", "PagedKVCacheManager.free", "blocks[::-1]",
+            "blocks[::-1] * 2"),
     Planted("freed, but still in the table", "PagedKVCacheManager.free",
             "self.drop_table(request)", "self.tables.get(request.request_id, ())"),
     Planted("the last block leaks", "PagedKVCacheManager.free",
-            "reversed(table)", "reversed(table[:-1])"),
+            "blocks[::-1]", "blocks[:-1][::-1]"),
     Planted("freed at the first release though shared", "BlockPool.free_blocks",
             "block.ref_cnt -= 1", "block.ref_cnt = 0"),
     Planted("free while others hold it", "BlockPool.free_blocks",
@@ -136,6 +167,85 @@ PLANTED = [
             "list(self.free_block_queue.get_all_free_blocks()[:num_blocks])"),
     Planted("last in, first out", "FreeKVCacheBlockQueue.append_n",
             "for block in blocks:", "for block in list(blocks)[::-1]:"),
+    # Forks, and who writes to a tail that others hold.
+    Planted("a shared tail is written to", "PagedKVCacheManager._make_own",
+            "if tail.ref_cnt > 1:", "if False:"),
+    Planted("the tail's copy is not made", "PagedKVCacheManager._make_own",
+            "self._origins[own.block_id] =", "nobody ="),
+    Planted("the copied tail keeps its holder", "PagedKVCacheManager._make_own",
+            "self.block_pool.free_blocks([tail])", "pass"),
+    Planted("the copy is of itself", "PagedKVCacheManager._make_own",
+            "self._origins.get(tail.block_id, tail.block_id)", "own.block_id"),
+    Planted("a fork counts no holder", "PagedKVCacheManager.fork",
+            "self.block_pool.touch(", "list("),
+    Planted("a fork takes all of its parent's blocks", "PagedKVCacheManager.fork",
+            "of_parent[: cdiv(child.num_computed_tokens, self.block_size)]", "of_parent"),
+    Planted("a fork leaves out the tail", "PagedKVCacheManager.fork",
+            "cdiv(child.num_computed_tokens, self.block_size)",
+            "child.num_computed_tokens // self.block_size"),
+    Planted("a fork's tail is not noted", "PagedKVCacheManager.fork",
+            "self._forked_tails.add(table[-1])", "pass"),
+    Planted("a copy into a block that was left", "PagedKVCacheManager.free",
+            "del self._origins[block_id]", "pass"),
+    # The prefix cache: keys, hits, publications.
+    Planted("a key of its own tokens alone", "PrefixCachingKVCacheManager._extend",
+            "parent = hash_fn(parent + content)", "parent = hash_fn(content)"),
+    Planted("no salt", "PrefixCachingKVCacheManager._extend",
+            "salt = None if keys else request.cache_salt", "salt = None"),
+    Planted("tokens are not compared", "PrefixCachingKVCacheManager.find_longest_cache_hit",
+            " or block.key != key", ""),
+    Planted("parents are not compared", "PrefixCachingKVCacheManager.find_longest_cache_hit",
+            "block.parent != parent or ", ""),
+    Planted("goes on behind a gap", "PrefixCachingKVCacheManager.find_longest_cache_hit",
+            "                break", "                continue"),
+    Planted("nothing left to run", "PrefixCachingKVCacheManager.get_num_cached_tokens",
+            "(request.num_tokens - 1)", "request.num_tokens"),
+    Planted("an answer outlives an eviction", "PrefixCachingKVCacheManager._find_again",
+            "num_unpublished == self.block_pool.num_unpublished", "True"),
+    Planted("another's answer", "PrefixCachingKVCacheManager._find_again",
+            "last_request is request and ", ""),
+    Planted("a hit counts no holder", "PrefixCachingKVCacheManager._admit_with_hit",
+            "self.block_pool.touch(hit)", "pass"),
+    Planted("idle hit blocks are counted as free", "PrefixCachingKVCacheManager._admit_with_hit",
+            "self.num_obtainable_blocks(request, hit)", "self.num_obtainable_blocks(request)"),
+    Planted("a tail that is not full is published", "PrefixCachingKVCacheManager.cache_blocks",
+            "num_full_blocks = request.num_computed_tokens // self.block_size",
+            "num_full_blocks = min(len(self.tables[request.request_id]),\n"
+            "            -(-request.num_computed_tokens // self.block_size),\n"
+            "            request.num_tokens // self.block_size)"),
+    Planted("a block that is not computed is published", "PrefixCachingKVCacheManager.cache_blocks",
+            "request.num_computed_tokens // self.block_size",
+            "request.num_tokens // self.block_size"),
+    Planted("another's tokens under the same key stay", "PrefixCachingKVCacheManager.cache_blocks",
+            "if block is None or block.parent != parent or block.key != key:",
+            "if block is None:"),
+    Planted("a stale parent is believed", "PrefixCachingKVCacheManager.cache_blocks",
+            "            num_done = 0  # another's", "            pass  # another's"),
+    Planted("a published tail is written to", "PrefixCachingKVCacheManager._make_own",
+            "            self.block_pool.unpublish(tail)", "            pass"),
+    Planted("published blocks are counted for who left", "PrefixCachingKVCacheManager.free",
+            "self._published.pop(request.request_id, None)", "pass"),
+    Planted("evicted, but still found", "CachingBlockPool.get_new_blocks",
+            "            del self.cached_blocks[block.key[0]]\n"
+            "            block.key, block.ref_cnt = None, 1",
+            "            block.ref_cnt = 1"),
+    Planted("evicts before it takes what nobody can find", "CachingBlockPool.get_new_blocks",
+            "if num_blocks <= self.free_block_queue.num_free_blocks:",
+            "if num_blocks > self.cached_free.num_free_blocks and "
+            "num_blocks <= self.free_block_queue.num_free_blocks:"),
+    Planted("found, but still in the queue", "CachingBlockPool.touch",
+            "if block.ref_cnt == 0:", "if block.ref_cnt == 0 and not block.key:"),
+    Planted("freed means forgotten", "CachingBlockPool.queue_free",
+            "without_key = [block for block in blocks if block.key is None]",
+            "[self.cached_blocks.pop(block.key[0]) for block in blocks if block.key]\n"
+            "        for block in blocks:\n            block.key = None\n"
+            "        without_key = list(blocks)"),
+    Planted("heads go before tails", "CachingBlockPool.queue_free",
+            "self.cached_free.append_n(blocks)", "self.cached_free.append_n(blocks[::-1])"),
+    Planted("a publication's number is used again", "CachingBlockPool.publish",
+            "self.num_publications += 1", "self.num_publications = 1"),
+    Planted("unpublished, but waits among the cached", "CachingBlockPool.unpublish",
+            "            self.cached_free.remove(block)", "            pass"),
     # Contiguous: moves and their copies.
     Planted("copy dropped", "ContiguousKVCacheManager.copies",
             "return copies", "return copies[1:]"),
@@ -263,9 +373,8 @@ def find(target):
 def mutants() -> dict[str, Mutant]:
     """All, by id, in the order of TARGETS and of the text; then the planted ones."""
     found = {}
-    for target in TARGETS:
-        generated = () if target in PLANTED_ONLY else _mutations(find(target)[-1])
-        for text, tree in generated:
+    for target in (name for name, module in TARGETS.items() if module not in PLANTED_ONLY):
+        for text, tree in _mutations(find(target)[-1]):
             _put(found, f"{target}: {text}", target, tree)
     for name, target, old, new in PLANTED:
         _, _, source, original = find(target)
@@ -431,14 +540,16 @@ def planted(mutant=None):
 def fuzz(mutant, max_traces=MAX_TRACES):
     """(number of traces until the first failure, its message); (None, "") for a survivor.
 
-    Each manager that runs the code in turn; every fourth trace is one of static batches.
+    Each manager that runs the code in turn; every fourth trace is one of static batches, and
+    where the code is theirs every one.
     """
+    is_static = mutant is not None and TARGETS[mutant.target] == STATIC
     names = MANAGERS_OF.get(TARGETS[mutant.target] if mutant else None, list(MANAGERS))
     totals = {}
     with planted(mutant):
         for i in range(max_traces):
             name, seed = names[i % len(names)], i // len(names)
-            scheduler = StaticScheduler if seed % 4 == 3 else Scheduler
+            scheduler = StaticScheduler if is_static or seed % 4 == 3 else Scheduler
             TICKS.left = LOOP_LIMIT
             try:
                 counts = test_fuzz.Trace(name, seed, scheduler).run()

@@ -21,7 +21,9 @@ from transformers import AttentionInterface
 from minikv.engine import LLM
 from minikv.kv_cache.base import BlockCopy, InvariantBroken, KVCacheManager
 from minikv.model import attention as hook
+from minikv.model import probe
 from minikv.model.attention import IMPLEMENTATION, UnsupportedModel
+from minikv.model.kernels import gather
 from minikv.model.loader import Loaded, load
 from minikv.model.probe import adopt
 from minikv.model.runner import ModelRunner
@@ -618,6 +620,49 @@ def test_a_model_whose_logits_differ_is_refused(register):
         adopt(model, spec_of(model))
     with own_attention(model, "eager"):
         assert model(torch.tensor([[5, 6]])).logits.isfinite().all()
+
+
+def test_a_model_is_tried_anew_where_something_has_changed(register, monkeypatch):
+    """A trial takes as long as a short answer: the second engine of a model goes without."""
+    trials, ours = [], probe._our_logits
+    monkeypatch.setattr(probe, "_our_logits", lambda *args: trials.append(args) or ours(*args))
+
+    def tried(model, backend="gather"):
+        before = len(trials)
+        adopt(model, spec_of(model), backend)
+        return len(trials) > before
+
+    model = random_model("Mistral", 0)
+    assert tried(model) and not tried(model)
+    assert tried(model, None) and tried(model, "gather") and not tried(model)
+    assert tried(random_model("Mistral", 0))
+    model.set_attn_implementation("eager")
+    assert tried(model)
+    model.to(torch.bfloat16)
+    assert tried(model)
+    model.config.rope_parameters["rope_theta"] += 1
+    assert tried(model) and not tried(model)
+    assert tried(model, gather.attend) and tried(model, gather.attend)  # a function may change
+
+    register(wrong_scaling)
+    model = random_model("Llama", 0)
+    with pytest.raises(UnsupportedModel, match="off"):
+        adopt(model, spec_of(model))
+    register(hook.attention)
+    adopt(model, spec_of(model))
+    register(wrong_scaling)
+    with pytest.raises(UnsupportedModel, match="off"):
+        adopt(model, spec_of(model))
+    register(hook.attention)
+    adopt(model, spec_of(model))
+
+    class Blind(type(model.model.layers[0].self_attn)):
+        def forward(self, hidden_states, *args, **keywords):
+            return hidden_states, None
+
+    model.model.layers[0].self_attn.__class__ = Blind
+    with pytest.raises(UnsupportedModel, match=r"of its \d layers, 1 called"):
+        adopt(model, spec_of(model))
 
 
 def test_an_adopted_model_outside_its_llm_says_so():

@@ -222,7 +222,7 @@ def test_bad_input_is_one_line(capsys, argv, message):
         (["profile", "--engines", "minikv-1"], "unrecognized arguments: --engines"),
         (["allocator", "--requests", "3"], "unrecognized arguments: --requests"),
         (["viz", "profile"], "unrecognized arguments: profile"),
-        (["prefix"], "no bench 'prefix'; known: throughput, profile,"),
+        (["radix"], "no bench 'radix'; known: throughput, profile,"),
         (["--profile"], "unrecognized arguments: --profile"),
     ],
 )

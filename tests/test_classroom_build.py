@@ -21,6 +21,7 @@ from minikv.classroom.execute import execute
 from minikv.classroom.files import CourseError
 from minikv.classroom.nbval_run import run_nbval
 from minikv.classroom.source import read_source
+from minikv.commands import build as build_command
 
 
 def files(root):
@@ -338,7 +339,7 @@ def test_a_failing_cell_stops_the_build_names_itself_and_leaves_the_file(tmp_pat
     root = copy_course(tmp_path)
     before = files(root)
     edit(root / "notebooks/src/01_slots.py", "print(block_size)", "print(block_sise)")
-    assert build.main(["1", "--root", str(root)]) == 1
+    assert build_command.main(["1", "--root", str(root)]) == 1
     error = capsys.readouterr().err
     assert "notebooks/01_slots: cell 'block-size' failed" in error
     assert "NameError: name 'block_sise' is not defined" in error and "\x1b" not in error
@@ -364,9 +365,9 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_the_command_names_chapters_and_refuses_unknown_ones(tmp_path, capsys):
     root = copy_course(tmp_path)
-    assert build.main(["0", "01_slots", "--root", str(root)]) == 0
+    assert build_command.main(["0", "01_slots", "--root", str(root)]) == 0
     assert capsys.readouterr().out == "00_hello: nothing changed\n01_slots: nothing changed\n"
-    assert build.main(["7", "--root", str(root)]) == 1
+    assert build_command.main(["7", "--root", str(root)]) == 1
     assert "no chapter '7'; there are: 00_hello, 01_slots" in capsys.readouterr().err
     with pytest.raises(CourseError, match="no source 05_none"):
         build_chapter(root, "05_none")
@@ -588,19 +589,19 @@ def test_check_reports_unreadable_notebooks_and_odd_formatting(tmp_path):
 
 def test_the_check_command_prints_seconds_all_problems_and_what_is_stale(tmp_path, capsys):
     root = copy_course(tmp_path)
-    assert build.main(["--check", "--root", str(root)]) == 0
+    assert build_command.main(["--check", "--root", str(root)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"\d\.\d s  notebooks/00_hello\n", out) and "0 problems in 2 chapters" in out
     for name in ("00_hello", "01_slots"):
         edit(root / f"notebooks/src/{name}.py", "# # 0", "# # Chapter 0")
     (root / "minikv").mkdir()  # a package without the module that chapter 01 had loaded
-    assert build.main(["--check", "--root", str(root)]) == 1
+    assert build_command.main(["--check", "--root", str(root)]) == 1
     out = capsys.readouterr().out
     assert "2 problems in 2 chapters" in out
     assert (
         "notebooks/01_slots  (built before minikv.classroom, minikv.classroom.arc changed)" in out
     )
-    assert build.main(["0", "--check", "--root", str(root)]) == 1
+    assert build_command.main(["0", "--check", "--root", str(root)]) == 1
     assert "1 problem in 1 chapter" in capsys.readouterr().out
 
 

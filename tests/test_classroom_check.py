@@ -12,6 +12,8 @@ from minikv.classroom import work
 from minikv.classroom.check import check_notebook
 from minikv.classroom.files import CourseError
 from minikv.classroom.submission import merge, read_submission
+from minikv.commands import check as check_command
+from minikv.commands import work as commands
 
 RIGHT_1 = "def num_blocks(num_tokens):\n    return (num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE"
 RIGHT_2 = "def unused_slots(num_tokens):\n    return -num_tokens % BLOCK_SIZE"
@@ -415,7 +417,7 @@ def test_encodings_and_old_formats_are_read(tmp_path):
 def test_unreadable_files_are_refused_in_plain_words(tmp_path, content, said, capsys):
     path = tmp_path / "01_slots.ipynb"
     path.write_bytes(content)
-    assert check_module.main([str(path), "--root", str(built_course())]) == 1
+    assert check_command.main([str(path), "--root", str(built_course())]) == 1
     error = capsys.readouterr().err
     assert said in error and "01_slots.ipynb" in error
 
@@ -435,10 +437,10 @@ def test_odd_cells_are_tolerated(tmp_path):
 
 
 def test_a_missing_file_or_foreign_notebook_says_so(tmp_path, capsys):
-    assert check_module.main([str(tmp_path / "no.ipynb"), "--root", str(built_course())]) == 1
+    assert check_command.main([str(tmp_path / "no.ipynb"), "--root", str(built_course())]) == 1
     (tmp_path / "other.ipynb").write_text('{"cells": []}')
-    assert check_module.main([str(tmp_path / "other.ipynb"), "--root", str(built_course())]) == 1
-    assert check_module.main(["7", "--root", str(built_course())]) == 1
+    assert check_command.main([str(tmp_path / "other.ipynb"), "--root", str(built_course())]) == 1
+    assert check_command.main(["7", "--root", str(built_course())]) == 1
     error = capsys.readouterr().err
     for text in ("does not exist", "belongs to no chapter", "no chapter '7'; there are: 01_slots"):
         assert text in error
@@ -451,11 +453,11 @@ def test_the_chapter_is_told_from_its_exercises_at_once(tmp_path, renamed, capsy
     if renamed:
         path = tmp_path / "01_slots-Copy1.ipynb"
         path.write_bytes((built_course() / "notebooks/01_slots.ipynb").read_bytes())
-    assert check_module.main([str(path), "--root", str(built_course())]) == 1
+    assert check_command.main([str(path), "--root", str(built_course())]) == 1
     error = capsys.readouterr().err
     assert f"{path} is the chapter, not its exercises; python -m minikv start 01" in error
     for wanted in ("1.2", "1-2", "1.2b"):
-        assert check_module.main([wanted, "--root", str(built_course())]) == 1
+        assert check_command.main([wanted, "--root", str(built_course())]) == 1
         assert f"{wanted} is an exercise; all of its chapter are checked at once: python -m " in (
             capsys.readouterr().err
         )
@@ -501,7 +503,7 @@ def test_start_check_reset_and_progress(tmp_path, capsys):
         cell.source = {"ex-1-1": RIGHT_1, "ex-1-2": RIGHT_2}.get(cell.id, cell.source)
     nbformat.write(nb, path)
     assert work.start(root, "01") == (path, False)  # never overwrites answers
-    assert check_module.main(["1", "--root", str(root)]) == 0
+    assert check_command.main(["1", "--root", str(root)]) == 0
     line = "2 of 2 coded exercises passed, 0 of 1 written"  # the same count in both
     assert line in capsys.readouterr().out
     assert work.progress(root) == [f"  {'01_slots':<24} {line}"]
@@ -550,8 +552,8 @@ def test_reset_asks_and_names_what_it_does_not_know(tmp_path, monkeypatch, capsy
         work.reset(root, "1", "1.9")
     for answer, status in (("n", 1), ("", 1), ("y", 0)):
         monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
-        assert work.main_reset(["1", "1.1", "--root", str(root)]) == status
-    assert work.main_reset(["1", "1.1", "--yes", "--root", str(root)]) == 0
+        assert commands.main_reset(["1", "1.1", "--root", str(root)]) == status
+    assert commands.main_reset(["1", "1.1", "--yes", "--root", str(root)]) == 0
     assert "backup" in capsys.readouterr().out
 
 

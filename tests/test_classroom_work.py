@@ -5,8 +5,10 @@ import json
 import pytest
 from classroom_course import built_course, copy_course
 
-from minikv.classroom import build, work
+from minikv.classroom import work
 from minikv.classroom.files import CourseError, course_root
+from minikv.commands import build as build_command
+from minikv.commands import work as commands
 
 
 @pytest.fixture
@@ -24,12 +26,12 @@ def one_line(capsys, main, *argv):
 def test_a_file_where_a_folder_belongs(root, capsys):
     (root / "work").write_text("")
     where = ["--root", str(root)]
-    for main, argv in ((work.main_start, ["1"]), (work.main_reset, ["1", "--yes"])):
+    for main, argv in ((commands.main_start, ["1"]), (commands.main_reset, ["1", "--yes"])):
         assert f"{root / 'work'} is not a folder" in one_line(capsys, main, *argv, *where)
     (root / "work").unlink()
     work.start(root, "1")
     (root / "work" / "backup").write_text("")
-    text = one_line(capsys, work.main_reset, "1", "--yes", *where)
+    text = one_line(capsys, commands.main_reset, "1", "--yes", *where)
     assert f"{root / 'work' / 'backup'} is not a folder" in text
 
 
@@ -37,7 +39,7 @@ def test_a_folder_where_the_notebook_belongs(root, capsys):
     path = root / "work" / "01_slots.ipynb"
     path.mkdir(parents=True)
     where = ["--root", str(root)]
-    for main, argv in ((work.main_start, ["1"]), (work.main_reset, ["1", "--yes"])):
+    for main, argv in ((commands.main_start, ["1"]), (commands.main_reset, ["1", "--yes"])):
         assert f"{path} is a folder" in one_line(capsys, main, *argv, *where)
     with pytest.raises(CourseError, match="is a folder"):
         work.find_notebook("01", root)
@@ -81,7 +83,7 @@ def test_what_check_is_given(root, tmp_path, monkeypatch):
 # --- --root ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("main", [work.main_progress, build.main])
+@pytest.mark.parametrize("main", [commands.main_progress, build_command.main])
 def test_a_root_that_is_no_course(tmp_path, capsys, main):
     assert "there is no folder /nope" in one_line(capsys, main, "--root", "/nope")
     assert "holds no course" in one_line(capsys, main, "--root", str(tmp_path))

@@ -39,6 +39,7 @@ MOVES = (
     "contiguous-refusing",
 )
 LONG_FACTOR = 100
+NUM_LONG_TRACES = 30_000  # at least, with the long test, where requests share blocks
 MAX_STEPS = 5_000  # a trace needs a few hundred: beyond this it hangs
 
 
@@ -330,7 +331,10 @@ def test_there_are_as_many_traces_as_promised():
 @pytest.mark.parametrize("scheduler", [Scheduler, StaticScheduler])
 @pytest.mark.parametrize("name", MANAGERS)
 def test_many_more_traces(name, scheduler):
-    run_traces(name, range(NUM_TRACES, NUM_TRACES * LONG_FACTOR), scheduler)
+    num_traces = NUM_TRACES * LONG_FACTOR
+    if name in FORKS and scheduler is Scheduler:
+        num_traces = max(num_traces, NUM_TRACES + NUM_LONG_TRACES)
+    run_traces(name, range(NUM_TRACES, num_traces), scheduler)
 
 
 # -- who watches the watcher: the oracle sees what it is there to see --------------------------

@@ -40,6 +40,25 @@ def table(text):
 # Alive after the fuzz, which reads content and counts: these change an order, an error, or what
 # only a manager of later chapters would show. The test that is named kills them.
 BY_TEST = table("""
+test_prefix.test_a_copy_for_somebody_who_left_is_not_made
+    planted: a copy into a block that was left
+test_prefix.test_a_hash_that_is_blind_to_position_still_gives_right_answers_but_fewer_hits
+    planted: a key of its own tokens alone
+test_prefix.test_a_prompt_finds_the_full_blocks_of_one_that_began_alike
+    planted: freed means forgotten
+test_prefix.test_a_published_tail_is_copied_while_shared_and_unpublished_by_its_last_holder
+    planted: a published tail is written to
+test_prefix.test_a_salt_keeps_tenants_apart_from_the_first_block_on
+    planted: no salt
+test_prefix.test_an_answer_holds_for_its_request_and_until_an_eviction
+    planted: an answer outlives an eviction
+    planted: another's answer
+test_prefix.test_tails_go_before_heads
+    planted: heads go before tails
+test_prefix.test_who_lost_its_published_beginning_publishes_its_own
+    planted: a stale parent is believed
+test_prefix.test_with_a_constant_hash_a_block_is_known_by_its_parent_too
+    planted: another's tokens under the same key stay
 test_contiguous.test_more_tokens_than_a_slab_is_an_error_and_changes_nothing
     ContiguousKVCacheManager.allocate_slots: without if num_tokens > self._most_slots or m...
     ContiguousKVCacheManager.allocate_slots: without self._refuse(request, max(num_tokens,...
@@ -210,10 +229,47 @@ test_scheduler.test_a_late_abort_does_not_hit_the_next_bearer_of_the_name
     Scheduler.finish: without return []
 test_scheduler.test_observers_hear_of_who_waits_and_gets_no_room
     Scheduler._admit: without self._refused(request, num_new_tokens)
+test_scheduler.test_who_came_to_an_end_in_a_step_that_was_cut_short_has_ended
+    Scheduler.recover: without reason = 'error' if request.error els...
+    Scheduler.recover: without self._mark(request, reason, self._las...
+test_scheduler.test_only_who_has_to_compute_again_was_preempted_by_a_step_cut_short
+    Scheduler.recover: without if was_computed:
+    Scheduler.recover: request.num_computed_tokens > 0: > => <=
+    Scheduler.recover: request.num_computed_tokens > 0: > => >=
+    Scheduler.recover: was_computed: negated
+    Scheduler.recover: request.num_computed_tokens > 0: 0 => 1
+    Scheduler.recover: request.num_computed_tokens > 0: 0 => -1
+test_scheduler.test_abort_of_the_parent_before_the_samples_start_ends_them
+    Scheduler._forget: without request.children = []
+test_static.test_admitted_are_those_of_the_last_schedule_only
+    StaticScheduler.schedule: without self.admitted = []
+test_static.test_when_the_longest_is_aborted_the_others_leave_without_another_forward_pass
+    StaticScheduler.schedule: without if all((row.ended for row in self.row...
+    StaticScheduler.schedule: without return ([], [])
+test_static.test_without_room_for_anyone_it_says_so
+    StaticScheduler.schedule: without if not self.rows: #2
+    StaticScheduler.schedule: without self._check_progress([])
+test_static.test_an_observer_hears_once_of_rows_of_one_length_that_get_no_room
+    StaticScheduler._form_batch: without if size > most_rows_of.get(num_slots,...
+    StaticScheduler._form_batch: without most_rows_of[num_slots] = len(held)
+    StaticScheduler._form_batch: without continue #2
+    StaticScheduler._form_batch: without self._refused(row, num_slots)
+test_static.test_a_batch_costs_its_rows_times_its_longest
+    StaticScheduler.update: without request.num_computed_tokens = row.num...
+test_static.test_tokens_and_rows_must_be_equally_many
+    StaticScheduler.update: zip(scheduled, tokens, strict=True): True => False
+test_static.test_who_ends_by_a_stop_string_waits_for_the_batch_and_keeps_its_reason
+    StaticScheduler.finish: without if reason not in ('abort', 'error'):
+    StaticScheduler.finish: without row.ended = row.ended or reason
+    StaticScheduler.finish: without return []
+test_static.test_the_manager_is_told_how_a_row_ended
+    StaticScheduler._leave: without row.finish_reason = reason
 """)
 
 # No caller who keeps to the contract can tell these from the original.
 EQUIVALENT = table("""
+All rows stand at one column and are padded to one length, so any of them tells it.
+    StaticScheduler.schedule: self.rows[0]: 0 => -1
 Below 0 is as 0: no table has fewer slots, and what is taken now is never less.
     PagedKVCacheManager.allocate_slots: must_fit_tokens=0: 0 => -1
     ContiguousKVCacheManager.allocate_slots: must_fit_tokens=0: 0 => -1

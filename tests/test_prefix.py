@@ -284,6 +284,26 @@ def test_a_copy_for_somebody_who_left_is_not_made():
     assert manager.copies() == []
 
 
+def test_every_copy_and_every_tail_is_forgotten_with_its_block():
+    """Whatever is left would be read as another's once the block has been taken again."""
+    manager = PagedKVCacheManager(8, B)
+    a = new("a", HEADER[:6], max_tokens=8)
+    admit(manager, a)
+    b = fork_of(manager, a, "b", 6)
+    for request in (b, a):  # both leave, and neither has written
+        end(manager, request)
+    assert not manager._forked_tails
+    c = new("c", HEADER[:6], max_tokens=8)
+    admit(manager, c)
+    d = fork_of(manager, c, "d", 6)
+    for request in (c, d):
+        request.append(1)
+        manager.allocate_slots(request, 1)
+    assert not manager._forked_tails  # d was the last holder: it is d's own tail
+    end(manager, c)
+    assert manager.copies() == [] and len(manager.tables["d"]) == 2
+
+
 def test_a_fork_that_cannot_be_is_refused_in_words():
     manager = PagedKVCacheManager(8, B)
     a, b = new("a", HEADER, max_tokens=8), new("b", HEADER, max_tokens=8)
@@ -516,6 +536,25 @@ def test_a_stale_hit_is_an_error_that_changes_nothing():
     manager.check()
     with pytest.raises(ValueError, match="nothing is cached"):
         PagedKVCacheManager(8, B).allocate_slots(b, 1, num_cached_tokens=4)
+
+
+def test_an_answer_holds_for_its_request_and_until_an_eviction():
+    manager = manager_of(8)
+    other = [7] * 12
+    serve(manager, new("a", HEADER))
+    serve(manager, new("b", other))
+    c, d = new("c", [*HEADER, 1]), new("d", [*other, 1])
+    assert manager.get_num_cached_tokens(c) == 12
+    table = list(manager.allocate_slots(d, 1, num_cached_tokens=12))  # not what c was told
+    manager.free(d)
+    cached = manager.block_pool.cached_blocks
+    assert [cached[key[0]].block_id for key in d.block_keys] == table[:3]
+    assert manager.get_num_cached_tokens(c) == 12
+    e = new("e", list(range(20)))
+    manager.allocate_slots(e, 20)  # takes a's blocks
+    with pytest.raises(ValueError, match="num_cached_tokens is 12, but"):
+        manager.allocate_slots(c, 1, num_cached_tokens=12)
+    assert manager.tables.keys() == {"e"}
 
 
 def test_must_fit_and_watermark_count_what_is_still_to_be_taken():

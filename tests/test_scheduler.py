@@ -594,3 +594,39 @@ def test_ending_the_parent_leaves_an_aborted_sample_as_it_ended():
     _, finished = core.step()
     assert finished == [samples[0], samples[2]]
     assert samples[1].finish_reason == "abort" and samples[1].error is None
+
+
+# -- a step that was cut short: what is counted and who ends ------------------------------------
+
+
+class StumblesOver(MinimalManager):
+    """cache_blocks fails for one request, after those before it have got their token."""
+
+    def cache_blocks(self, request):
+        if request.request_id == "b":
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("bad, reason", [((), "length"), (("a",), "error")])
+def test_who_came_to_an_end_in_a_step_that_was_cut_short_has_ended(bad, reason):
+    core = engine(StumblesOver(16, 2), has_bad_logits=lambda request: request.request_id in bad)
+    a, b = Request("a", [1, 2], max_tokens=1), Request("b", [1, 2], max_tokens=1)
+    core.scheduler.add(a)
+    core.scheduler.add(b)
+    with pytest.raises(ZeroDivisionError):
+        core.step()
+    assert (a.finish_reason, b.finish_reason) == (reason, None)
+    assert not core.scheduler.is_unfinished(a) and core.scheduler.is_unfinished(b)
+
+
+def test_only_who_has_to_compute_again_was_preempted_by_a_step_cut_short():
+    """One computed token is enough to count; who only waited has lost nothing."""
+    core = engine(MinimalManager(16, 2), max_num_seqs=1, max_num_batched_tokens=1)
+    a, b = Request("a", [1, 2, 3], max_tokens=1), Request("b", [1, 2], max_tokens=1)
+    core.scheduler.add(a)
+    core.scheduler.add(b)
+    core.step()
+    core.runner.cut_short = lambda when: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        core.step()
+    assert (a.num_preemptions, b.num_preemptions, core.scheduler.num_preemptions) == (1, 0, 1)

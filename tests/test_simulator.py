@@ -1,5 +1,6 @@
 """The simulator: how long a step takes by hand, and that everything else is the engine's."""
 
+import gc
 import itertools
 
 import pytest
@@ -201,6 +202,30 @@ def test_an_hour_of_traffic():
     assert all(r.num_output_tokens == r.max_tokens for r in requests)
     assert sim.core.manager.num_free_blocks == sim.core.manager.num_blocks
     assert sim.core.num_ended == len(requests) == sim.summary()["completed"] > 7_000
+
+
+def test_a_run_goes_without_the_garbage_collector_and_leaves_nothing_for_it():
+    one = simulation(num_blocks=1_000)
+    requests = sharegpt(rate=2.0).requests(duration_s=300, seed=0)
+    gc.collect()
+    seen = set()
+    one.run(requests, on_step=lambda core: seen.add(gc.isenabled()))
+    num_steps, found = len(one.core.metrics.steps), gc.collect()
+    assert seen == {False} and gc.isenabled()
+    assert found < 100 < num_steps  # objects
+
+    def stop(core):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        one.run(requests_of((8, 8)), on_step=stop)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        simulation().run_closed_loop(requests_of((8, 8)), 1)
+        assert not gc.isenabled()  # as it was
+    finally:
+        gc.enable()
 
 
 def test_the_same_seed_gives_the_same_run():

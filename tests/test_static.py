@@ -155,6 +155,40 @@ def test_the_manager_is_told_how_a_row_ended():
     ]  # fmt: skip
 
 
+def test_admitted_are_those_of_the_last_schedule_only():
+    requests = four()
+    core = static(*requests)
+    core.step()
+    assert core.scheduler.admitted == requests
+    core.step()
+    assert core.scheduler.admitted == []
+
+
+def test_an_observer_hears_once_of_rows_of_one_length_that_get_no_room():
+    """Two rows of 6 slots fit. Where six of that length did not, five need not be tried."""
+    core, heard = static(*(new(f"r{i}") for i in range(6)), manager=MinimalManager(12, 1)), []
+    core.scheduler.refusal_observers.append(lambda row, num: heard.append((row.request_id, num)))
+    core.step()
+    assert heard == [("r2", 6)]
+
+
+def test_tokens_and_rows_must_be_equally_many():
+    core = static(*four())
+    scheduled, _ = core.scheduler.schedule()
+    with pytest.raises(ValueError, match="zip"):
+        core.scheduler.update(scheduled, [1], 0.0, 0)
+
+
+def test_who_ends_by_a_stop_string_waits_for_the_batch_and_keeps_its_reason():
+    a, b = new("a", 3, 4), new("b", 3, 6)
+    core = static(a, b)
+    core.step()
+    assert core.scheduler.finish(a, "stop", 1.0) == [] and a.finish_reason is None
+    assert len(core.scheduler.rows) == 2
+    assert finish(core) == [[]] * 4 + [["a", "b"]]
+    assert (a.finish_reason, a.num_output_tokens) == ("stop", 1)
+
+
 # -- samples ------------------------------------------------------------------------------------
 
 

@@ -275,6 +275,19 @@ def test_lines_of_minikv_count_code_alone(tmp_path):
     assert found == [("request.py", 4, "What it is."), ("model/", 3, "b")]
 
 
+def test_a_part_as_text_is_a_row_that_a_page_does_not_break():
+    rows = [str(part) for part in house.lines_of_minikv((*house.ENGINE, "model/loader"))]
+    for line in "\n".join(rows).splitlines():
+        assert len(line) <= house.COLUMNS
+    about = "one two " * 20 + "three"
+    row, *more = str(house.Part("kv_cache/extent_tree.py", 1234, about)).splitlines()
+    assert row.startswith("kv_cache/extent_tree.py 1,234 lines  one two")
+    column = row.index("one two")
+    assert more and all(line[:column].isspace() and line[column] != " " for line in more)
+    assert " ".join([row[column:], *map(str.strip, more)]) == about
+    assert str(house.Part("empty/", 0, "")) == "empty/                      0 lines"
+
+
 def test_the_engines_parts_are_in_the_order_of_their_floors():
     names = [part.name.removesuffix(".py").rstrip("/") for part in house.lines_of_minikv()]
     assert names == [name for name in house.ENGINE if name in names] and "engine" in names

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
 
 from minikv.experiments import LabSettings, lab_run
 from minikv.kv_cache.base import KVCacheManager, cdiv
@@ -294,7 +295,15 @@ def test_the_map_returns_what_it_drew():
 def rectangles(card, face):
     """(x, width) of the rectangles of a colour, from left to right."""
     found = [p for p in card.axes[0].patches if to_hex(p.get_facecolor()) == face.lower()]
-    return sorted((p.get_x(), p.get_width()) for p in found)
+    return sorted(bar for patch in found for bar in bars(patch))
+
+
+def bars(patch):
+    """(x, width) of a rectangle, or of each one that a patch is made of."""
+    if isinstance(patch, Rectangle):
+        return [(patch.get_x(), patch.get_width())]
+    corners = patch.get_path().vertices.reshape(-1, 5, 2)[:, :, 0]
+    return [(x.min(), x.max() - x.min()) for x in corners]
 
 
 def test_the_waiting_request_is_drawn_to_the_pools_scale():
@@ -312,7 +321,7 @@ def test_the_drawn_runs_are_the_data():
         hatch = patch.get_hatch() or ""
         state = {"/": "reserved", ".": "internal", "-": "rounding"}.get(hatch[:1])
         if state or to_hex(patch.get_facecolor()) in [c.lower() for c in style.COLOURS]:
-            drawn[patch.get_x()] = (state or "live", patch.get_width())
+            drawn |= {x: (state or "live", width) for x, width in bars(patch)}
     assert drawn == {0: ("live", 2), 2: ("reserved", 1), 4: ("internal", 1), 5: ("rounding", 1)}
 
 

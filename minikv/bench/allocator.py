@@ -1,10 +1,8 @@
 """How fast a KV-cache manager is by itself, on one core, in a small pool and in a large one."""
 
-import json
 import statistics
-import subprocess
-from pathlib import Path
 
+from minikv.bench.ask_vllm import ask_vllm
 from minikv.bench.vllm_allocator import NUM_APPENDS, REQUEST_TOKENS, measure
 from minikv.kv_cache.base import KVCacheManager, cdiv
 from minikv.kv_cache.paged import PagedKVCacheManager
@@ -84,13 +82,8 @@ def _vllm(python, rounds):
         "seconds": SECONDS,
         "rounds": rounds,
     }
-    worker = str(Path(__file__).with_name("vllm_allocator.py"))
-    done = subprocess.run(
-        [python, worker, json.dumps(settings)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"vLLM's manager failed: {(done.stderr.splitlines() or ['?'])[-1]}")
-    return {int(n): values for n, values in json.loads(done.stdout.splitlines()[-1]).items()}
+    answer = ask_vllm(python, "vllm_allocator.py", "vLLM's manager", settings)
+    return {int(n): values for n, values in answer.items()}
 
 
 def report(rows):

@@ -4,14 +4,12 @@ The loop is core's: schedule, a runner, update. vLLM's scheduler, where an envir
 the same without a model in `vllm_scheduler.py`.
 """
 
-import json
 import statistics
-import subprocess
 import time
-from pathlib import Path
 
 import numpy as np
 
+from minikv.bench.ask_vllm import ask_vllm
 from minikv.kv_cache.base import cdiv
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.request import Request, SamplingParams
@@ -102,7 +100,6 @@ def _timed(function):
 
 def _vllm_steps(python, rounds):
     """requests running, as text -> steps per second of vLLM's own scheduler."""
-    worker = Path(__file__).with_name("vllm_scheduler.py")
     from minikv.model.fetch import default_model_dir
 
     settings = {
@@ -112,12 +109,7 @@ def _vllm_steps(python, rounds):
         "running": {running: num_steps for running, (num_steps, _) in RUNNING.items()},
         "rounds": rounds,
     }
-    done = subprocess.run(
-        [python, str(worker), json.dumps(settings)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"vLLM's scheduler failed: {(done.stderr.splitlines() or ['?'])[-1]}")
-    rates = json.loads(done.stdout.splitlines()[-1])
+    rates = ask_vllm(python, "vllm_scheduler.py", "vLLM's scheduler", settings)
     return {running: statistics.median(values) for running, values in rates.items()}
 
 

@@ -79,26 +79,9 @@ def main():
 def vllm_manager(num_blocks, block_size):
     """vLLM's KVCacheManager for full attention, without prefix caching, and how its requests are
     made."""
-    import torch
     from vllm import SamplingParams
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
 
-    attention = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
-    )
-    manager = KVCacheManager(
-        KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
-        ),
-        max_model_len=num_blocks * block_size,
-        scheduler_block_size=block_size,
-        hash_block_size=block_size,
-        enable_caching=False,
-    )
     params = SamplingParams(max_tokens=NUM_APPENDS + 1)
 
     def new_request(request_id, num_prompt_tokens):
@@ -109,7 +92,28 @@ def vllm_manager(num_blocks, block_size):
             pooling_params=None,
         )
 
-    return manager, new_request
+    return full_attention_manager(num_blocks, block_size, enable_caching=False), new_request
+
+
+def full_attention_manager(num_blocks, block_size, *, enable_caching):
+    import torch
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    attention = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    return KVCacheManager(
+        KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
+        ),
+        max_model_len=num_blocks * block_size,
+        scheduler_block_size=block_size,
+        hash_block_size=block_size,
+        enable_caching=enable_caching,
+    )
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ exercise passes. Nothing is sent anywhere.
 `--audit` checks the checks instead: see audit.py.
 """
 
-import argparse
 import copy
-import math
 import re
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +19,7 @@ import nbformat
 
 from minikv.classroom import work
 from minikv.classroom.cells import exercise_of, exercise_order, role_of
-from minikv.classroom.files import CourseError, course_root, to_bytes
+from minikv.classroom.files import to_bytes
 from minikv.classroom.nbval_run import run_nbval
 from minikv.classroom.source import pristine_exercise
 from minikv.classroom.submission import merge, read_submission
@@ -193,36 +190,3 @@ def report(path, name, verdicts, others):
         print(f"\n  {text}")
     print(f"\n{work.tally((verdict.coded, verdict.status) for verdict in verdicts)}")
     return all(v.status == PASSED for v in verdicts if v.coded) and not others
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m minikv check",
-        description="Check the exercises of a notebook, one by one.",
-    )
-    parser.add_argument(
-        "path", nargs="?", help="a notebook, or a chapter's number for the one in work/"
-    )
-    parser.add_argument("--timeout", type=float, default=CELL_SECONDS, metavar="SECONDS",
-                        help=f"limit for one cell (default {CELL_SECONDS})")  # fmt: skip
-    parser.add_argument("--audit", action="store_true",
-                        help="run tests/answers against the checks (for authors)")  # fmt: skip
-    parser.add_argument("--root", type=Path, help="the course's folder (default: this one)")
-    args = parser.parse_args(argv)
-    if not 0 < args.timeout < math.inf:
-        parser.error(f"--timeout {args.timeout:g} must be above 0 and finite")
-    try:
-        root = course_root(args.root)
-        if args.audit:
-            from minikv.classroom import audit
-
-            return audit.main(root, args.path)
-        if args.path is None:
-            parser.error("name a notebook, or a chapter's number")
-        path = work.find_notebook(args.path, root)
-        name, verdicts, others = check_notebook(path, root, args.timeout)
-        work.record(root, path, name, {v.exercise: v.status for v in verdicts})
-    except CourseError as error:
-        print(f"check: {error}", file=sys.stderr)
-        return 1
-    return 0 if report(path, name, verdicts, others) else 1

@@ -61,7 +61,7 @@ def main(argv):
 
 def _parser(name, is_named, options):
     text = BENCHES[name][1]
-    lines = [f"  bench {each:11} {line}" for each, (_, line, _) in BENCHES.items()]
+    lines = [f"  bench {each:12} {line}" for each, (_, line, _) in BENCHES.items()]
     parser = argparse.ArgumentParser(
         prog=f"python -m minikv bench {name}" if is_named else "python -m minikv bench",
         description=DESCRIPTION if name == "throughput" else f"Measures {text}.",
@@ -99,6 +99,10 @@ OPTIONS = {
         "help": "default: minikv-16 minikv-32 generate-16 generate_batch-16 vllm-16 vllm-32",
     },
     "max-num-seqs": {"type": int, "default": 16, "metavar": "N", "help": "default: 16"},
+    "ttft": {
+        "action": "store_true",
+        "help": "also what the cache costs and saves in the engine, about a minute on two cores",
+    },
     "dry-run": {"action": "store_true", "help": argparse.SUPPRESS},
 }
 
@@ -218,6 +222,45 @@ def _allocator(args):
     return {"rows": rows, "rounds": args.rounds, "machine": {"cpu": machine.cpu_name()}}
 
 
+def _prefix(args):
+    from minikv.bench import machine, prefix
+
+    with machine.Watch() as watch:
+        rows = prefix.speed(args.rounds, args.vllm_python)
+    _warn_if_busy(watch)
+    prefix.report(rows)
+    result = {"rows": rows, "rounds": args.rounds, "machine": {"cpu": machine.cpu_name()}}
+    return result | (_prefix_in_engine(args) if args.ttft else {})
+
+
+def _prefix_in_engine(args):
+    settings = _settings(args)
+    from minikv.bench import machine, prefix
+    from minikv.bench.workload import MAX_MODEL_LEN, make_workload
+
+    workload = make_workload(vocab_size=settings.spec.vocab_size)
+    llm = prefix.make_llm(settings, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=1024)
+    with machine.Watch() as watch:
+        share, first = prefix.share_of_steps(llm, workload), prefix.ttft(llm, args.rounds)
+    _warn_if_busy(watch)
+    prefix.report_engine(share, first)
+    return {"zero_hits": share, "ttft": first, "model": settings.model}
+
+
+def _differential(args):
+    if args.vllm_python is None:
+        raise ValueError(
+            "differential compares with vLLM: --vllm-python says where it is installed"
+        )
+    from minikv.bench import differential
+
+    stream = differential.make_stream()
+    version, rows = differential.compare(stream, args.vllm_python)
+    differential.report(version, stream, rows)
+    status = "failed" if differential.num_unexplained(rows) else "passed"
+    return {"rows": rows, "vllm": version, "status": status}
+
+
 def _viz(args):
     from minikv.bench import machine, viz
 
@@ -258,6 +301,16 @@ BENCHES = {
         _allocator,
         "the block manager alone: appends and requests per second, in a small pool and a large one",
         ("rounds", "vllm-python"),
+    ),
+    "prefix": (
+        _prefix,
+        "the prefix cache: the life of a prompt in the books, without a hit and with a full one",
+        ("rounds", "vllm-python", "ttft", *_ENGINE),
+    ),
+    "differential": (
+        _differential,
+        "whether our prefix cache and vLLM's decide alike, step by step, and why where they do not",
+        ("vllm-python",),
     ),
     "viz": (_viz, "the time from a slider of chapter 03's widget to a picture", ("rounds",)),
     "kernel": (

@@ -30,13 +30,13 @@ class CachingBlockPool(BlockPool):
     is lost with them.
 
     cached_blocks: published blocks by digest. num_evictions: published blocks taken for something
-    else.
+    else. num_unpublished: publications that ended, by that or otherwise.
     """
 
     def __init__(self, num_blocks, cached_free):
         super().__init__(num_blocks)
         self.cached_blocks, self.cached_free = {}, cached_free
-        self.num_evictions, self.num_publications = 0, 0
+        self.num_evictions = self.num_publications = self.num_unpublished = 0
 
     def new_block(self, block_id):
         return CachedBlock(block_id)
@@ -58,6 +58,7 @@ class CachingBlockPool(BlockPool):
             del self.cached_blocks[block.key[0]]
             block.key, block.ref_cnt = None, 1
         self.num_evictions += len(evicted)
+        self.num_unpublished += len(evicted)
         return blocks + evicted
 
     def touch(self, blocks):
@@ -67,10 +68,11 @@ class CachingBlockPool(BlockPool):
             block.ref_cnt += 1
 
     def queue_free(self, blocks):
-        with_key = [block for block in blocks if block.key]
-        if len(with_key) < len(blocks):
-            self.free_block_queue.append_n([block for block in blocks if not block.key])
-        self.cached_free.append_n(with_key)
+        without_key = [block for block in blocks if block.key is None]
+        if without_key:
+            self.free_block_queue.append_n(without_key)
+            blocks = [block for block in blocks if block.key]
+        self.cached_free.append_n(blocks)
 
     def get_all_free_blocks(self):
         return super().get_all_free_blocks() + self.cached_free.get_all_free_blocks()
@@ -88,6 +90,7 @@ class CachingBlockPool(BlockPool):
             self.cached_free.remove(block)
         del self.cached_blocks[block.key[0]]
         block.key = None
+        self.num_unpublished += 1
         if block.ref_cnt == 0:
             self.free_block_queue.append(block)
 

@@ -249,7 +249,7 @@ class PagedKVCacheManager(KVCacheManager):
         num_new_blocks = max(0, cdiv(num_tokens, self.block_size) - len(table)) + num_copies
         must_fit_blocks = cdiv(must_fit_tokens, self.block_size) - len(table) + num_copies
         num_needed = max(num_new_blocks, must_fit_blocks)
-        if num_needed > 0 and num_needed + keep_free_blocks > self.num_obtainable_blocks(request):
+        if num_needed + keep_free_blocks > self.num_obtainable_blocks(request):
             return None
         blocks = self.block_pool.get_new_blocks(num_new_blocks)
         if not table:
@@ -316,7 +316,8 @@ class PagedKVCacheManager(KVCacheManager):
     def free(self, request):
         """Tail first: once blocks are shared (chapter 7), the head of a sequence is what others
         most likely have in common with it, and the free queue should keep it longest."""
-        blocks = [self.block_pool.blocks[block_id] for block_id in self.drop_table(request)]
+        of_pool = self.block_pool.blocks
+        blocks = [of_pool[block_id] for block_id in self.drop_table(request)]
         self.block_pool.free_blocks(blocks[::-1])
         if self._origins or self._forked_tails:
             unheld = {block.block_id for block in blocks if not block.ref_cnt}

@@ -5,7 +5,10 @@ its own code gives. That is not looked up in a list but tried: a few tokens, in 
 through scattered blocks, behind a neighbour in the same step, before the first request.
 """
 
+from weakref import WeakKeyDictionary
+
 import torch
+from transformers import AttentionInterface
 
 from minikv.kv_cache.base import KVCacheManager
 from minikv.model.attention import IMPLEMENTATION, UnsupportedModel
@@ -22,17 +25,21 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 # What another last token may move of the logits before it. Models that see it move theirs by 4e-3
 # and more (BERT's kind, random at its own initial deviation, in bf16), those that don't by 0.
 CAUSAL = 2e-3
+_tried = WeakKeyDictionary()  # model -> its makeup when it gave its own logits
 
 
 @while_loading()
 def adopt(model, spec, attention_backend=None):
     """From here on the model attends through block tables, inside minikv only. It is tried with
-    this backend (None: the best for its device).
+    this backend (None: the best for its device), and not again while it is made as it was then.
 
     Raises UnsupportedModel, naming the architecture and the reason; the model is then as it was.
     """
     name = type(model).__name__
     before = model.config._attn_implementation
+    known = _tried.get(model) if before == IMPLEMENTATION else None
+    if known is not None and known == _makeup(model, spec, attention_backend):
+        return
     try:
         _check_rotation(model.config.get_text_config(decoder=True))
         expected = _own_logits(model)
@@ -54,6 +61,16 @@ def adopt(model, spec, attention_backend=None):
                 what = f"minikv cannot run {name} exactly: {error}"
             raise UnsupportedModel(what) from error
         raise
+    # What a function of one's own computes may change from call to call.
+    if not callable(attention_backend) and not any("forward" in vars(m) for m in model.modules()):
+        _tried[model] = _makeup(model, spec, attention_backend)
+
+
+def _makeup(model, spec, attention_backend):
+    """What the outcome of a trial depends on, but for the weights' values."""
+    settings = model.config.to_json_string(use_diff=False), spec, attention_backend
+    code = [type(module).forward for module in model.modules()]
+    return settings, model.dtype, model.device, AttentionInterface()[IMPLEMENTATION], code
 
 
 def _check_rotation(config):

@@ -3,11 +3,13 @@
 import ast
 import io
 import re
+import textwrap
 import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[1]
+COLUMNS = 90  # as wide as code: a longer line is broken by the page, in the middle of words
 # The engine's floors, lowest first (a floor imports only those below it).
 ENGINE = (
     "request", "specs", "metrics", "kv_cache", "scheduler", "workloads", "static_batching", "core",
@@ -17,11 +19,18 @@ ENGINE = (
 
 class Part(NamedTuple):
     """A module or a folder of them. num_lines: lines of code, without blank lines, comments and
-    docstrings. about: the first sentence of its own docstring, or else what a folder holds."""
+    docstrings. about: the first sentence of its own docstring, or else what a folder holds.
+
+    As text it is a row of a table, with `about` in lines of its own column."""
 
     name: str
     num_lines: int
     about: str
+
+    def __str__(self):
+        start = f"{self.name:23} {self.num_lines:5,} lines  "
+        rest = textwrap.wrap(self.about, COLUMNS - len(start), break_on_hyphens=False) or [""]
+        return ("\n" + " " * len(start)).join([start + rest[0], *rest[1:]]).rstrip()
 
 
 def lines_of_minikv(parts=ENGINE, package=PACKAGE) -> list[Part]:

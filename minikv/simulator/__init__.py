@@ -4,6 +4,8 @@ What is simulated is only how long a step takes (`StepTime`). Scheduler, manager
 engine's own, so every decision is the engine's.
 """
 
+import contextlib
+import gc
 import itertools
 import math
 
@@ -38,6 +40,19 @@ def num_blocks_on(gpu, model, block_size, *, gpu_memory_utilization=0.9) -> int:
     return num_blocks
 
 
+@contextlib.contextmanager
+def uncollected():
+    """A run leaves nothing behind that only Python's garbage collector would find, and the
+    collector would walk over all that has been recorded, again and again: a tenth of the time."""
+    was_enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Simulation:
     """One engine on a virtual clock that starts at 0.
 
@@ -64,7 +79,8 @@ class Simulation:
                     f"{a.request_id!r} of {a.arrival_time} s: sort them by arrival_time"
                 )
         self.requests += requests
-        self.core.run(requests, on_step, until_s)
+        with uncollected():
+            self.core.run(requests, on_step, until_s)
         return self
 
     def run_closed_loop(self, requests, num_in_flight, *, on_step=None):
@@ -88,7 +104,8 @@ class Simulation:
                 on_step(core)
 
         feed(self.core)
-        self.core.run((), each_step)
+        with uncollected():
+            self.core.run((), each_step)
         return self
 
     def summary(self) -> dict:

@@ -1,6 +1,9 @@
 """The pool as one line of addresses: who holds what, where the gaps are, and who fits in none."""
 
-from matplotlib.patches import Rectangle
+from itertools import chain
+
+from matplotlib.patches import PathPatch, Rectangle
+from matplotlib.path import Path
 
 from minikv.observe.pool import FREE
 from minikv.viz.owners import colours_of
@@ -135,6 +138,7 @@ def draw_pool(ax, moment, top, height, colours):
     num_slots = moment.num_slots
     per_inch = _slots_per_inch(ax, num_slots)
     ax.add_patch(Rectangle((0, top), num_slots, height, facecolor=WHITE, edgecolor="none"))
+    alike = {}  # (state, colour) -> [(start, end)]
     spans = []  # neighbouring runs of one owner: [owner, start, end, slots of the first run]
     for run in moment.runs:
         if run.state == FREE:
@@ -142,19 +146,19 @@ def draw_pool(ax, moment, top, height, colours):
             if run.num_slots > (len(text) + 1) * CHAR * per_inch and num_slots > MAX_CELLS:
                 _text(ax, run.start_slot + run.num_slots / 2, top + height / 2, text, MUTED)
             continue
-        style = fill(run.state, colours[run.owner])
-        ax.add_patch(Rectangle((run.start_slot, top), run.num_slots, height, **style))
+        end = run.start_slot + run.num_slots
+        alike.setdefault((run.state, colours[run.owner]), []).append((run.start_slot, end))
         if spans and spans[-1][0] == run.owner and spans[-1][2] == run.start_slot:
-            spans[-1][2] += run.num_slots
+            spans[-1][2] = end
         else:
-            end = run.start_slot + run.num_slots
             spans.append([run.owner, run.start_slot, end, run.num_slots])
+    for (state, of), bars in alike.items():
+        _bars(ax, bars, top, height, **fill(state, of))
     if num_slots <= MAX_CELLS:
         ax.vlines(range(1, num_slots), top, top + height, color=RULE, linewidth=0.5)
+    edged = [(start, end) for _, start, end, _ in spans if end - start > 0.03 * per_inch]
+    _bars(ax, edged, top, height, facecolor="none", edgecolor=INK, linewidth=0.7)
     for owner, start, end, first in spans:
-        if end - start > 0.03 * per_inch:
-            edge = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.7}
-            ax.add_patch(Rectangle((start, top), end - start, height, **edge))
         width = (len(owner) + 1) * CHAR * per_inch
         if end - start > width:
             of = colours[owner]
@@ -163,6 +167,18 @@ def draw_pool(ax, moment, top, height, colours):
             _text(ax, x, top + height / 2, owner, ink_on(of), bbox=box, fontweight="bold")
     outline = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.9}
     ax.add_patch(Rectangle((0, top), num_slots, height, **outline))
+
+
+def _bars(ax, bars, top, height, **style):
+    """Rectangles of one look, [(start, end)], as one patch: a paged pool has hundreds, and one by
+    one they take most of a figure's time."""
+    bottom = top + height
+    corners = (((a, top), (b, top), (b, bottom), (a, bottom), (a, top)) for a, b in bars)
+    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(bars)
+    if bars:
+        patch = PathPatch(Path(list(chain.from_iterable(corners)), codes), **style)
+        patch.set_snap(True)  # to whole pixels, as a rectangle is
+        ax.add_artist(patch)
 
 
 def _slots_per_inch(ax, num_slots):

@@ -787,5 +787,4 @@ print("live slots:", llm.memory_report().live, "and the old keys are still there
 # lines of code:
 
 # %% lines-so-far tags=["nbval-ignore-output"]
-for part in viz.lines_of_minikv(("request", "specs", "kv_cache/base")):
-    print(f"{part.name:16} {part.num_lines:4} lines  {part.about}")
+print(*viz.lines_of_minikv(("request", "specs", "kv_cache/base")), sep="\n")

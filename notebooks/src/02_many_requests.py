@@ -719,5 +719,4 @@ print(f"{num_slots / mean_live:.0f} such requests would fit, not 6")
 parts = ("request", "specs", "metrics", "kv_cache/base", "kv_cache/contiguous",
          "scheduler", "static_batching", "workloads", "core", "simulator",
          "model/loader", "model/tiny")
-for part in viz.lines_of_minikv(parts):
-    print(f"{part.name:23} {part.num_lines:4} lines  {part.about}")
+print(*viz.lines_of_minikv(parts), sep="\n")

@@ -97,7 +97,7 @@ def others_in(manager):
 # %% engine
 def engine(backend):
     pool = {"block_size": 4, "num_gpu_blocks_override": 24, "max_model_len": 16}
-    llm = LLM(loaded, attention_backend=backend, **pool)
+    llm = LLM(loaded, kv_cache_manager="paged", attention_backend=backend, **pool)
     others_in(llm.manager)
     for name, ids in prompts.items():
         llm.add_request(ids, SamplingParams(max_tokens=6, ignore_eos=True), name)
@@ -605,9 +605,9 @@ for poison, backend in ((nan, gather), (nan, online), (1e4, gather), (1e4, onlin
 # > **Predict.** How long is the key sequence in the first of these steps: 4, or 7?
 
 # %% chunks
-pool_of_six = {"block_size": 4, "num_gpu_blocks_override": 6, "max_model_len": 16}
+pool_of_six = {"kv_cache_manager": "paged", "block_size": 4, "num_gpu_blocks_override": 6}
 four = {"max_num_seqs": 1, "max_num_batched_tokens": 4}  # tokens in a step, at most
-chunked = LLM(loaded, attention_backend="gather", **pool_of_six, **four)
+chunked = LLM(loaded, attention_backend="gather", **pool_of_six, **four, max_model_len=16)
 chunked.add_request(A, SamplingParams(max_tokens=2, ignore_eos=True), "A")
 chunk_calls = [capture(chunked)[0] for _ in range(2)]
 
@@ -1009,5 +1009,4 @@ print(f"{even:,} slots of K and V weigh as much as the weights: "
 cache = ("base", "extent_base", "extent_tree", "extents", "buddy", "contiguous", "paged")
 parts = ["request", "specs", "metrics", *(f"kv_cache/{name}" for name in cache)]
 parts += ["scheduler", "workloads", "core", "simulator", "model", "engine"]
-for part in viz.lines_of_minikv(parts):
-    print(f"{part.name:23} {part.num_lines:4} lines  {part.about}")
+print(*viz.lines_of_minikv(parts), sep="\n")
