@@ -605,6 +605,12 @@ class MyForks(Counted):
 # + BlockCopy(own, table[place], 1)
 
 
+# %% ex-7-2 wrong: two blocks are copied
+# says: One block is to be copied
+# - BlockCopy(table[place], own, 1)
+# + BlockCopy(table[place], own, 2)
+
+
 # %% ex-7-2 wrong: the old block is not let go
 # says: let_go of the old one
 # -             self.let_go(table[place])
@@ -885,6 +891,12 @@ class MyPool:
 # says: in none of them it is lost
 # -             waits.append(block_id)
 # +             pass
+
+
+# %% ex-7-3 wrong: publish was emptied
+# says: publish was given
+# -         self.key_of[block_id], self.cached[key] = key, block_id
+# +         pass
 
 
 # %% ex-7-3 delegates: the package's pool
