@@ -1144,11 +1144,6 @@ def judge_take(before, got):
 
 # %% pool-7-3-c jupyter={"source_hidden": true}
 @ours
-def block_of(books, key):
-    return next((block for block, named in books["key_of"].items() if named == key), None)
-
-
-@ours
 class Tried:
     """A learner's pool, with every move judged."""
 
@@ -1165,7 +1160,8 @@ class Tried:
             now = books_7_3(self.pool)
             given += f"\nAfter it:        {now}"
             if move == "publish":
-                assert now["cached"].get(args[1]) == args[0] == block_of(now, args[1]), "publish was given: leave it as it is."
+                kept = now["cached"].get(args[1]) == args[0] and now["key_of"].get(args[0]) == args[1]
+                assert kept, "publish was given: leave it as it is."
                 return None
             if move == "take":
                 judge_take(before, got)
