@@ -25,6 +25,7 @@ _HOMES = {
     "KVCacheManager": "minikv.kv_cache.base",
     "ContiguousKVCacheManager": "minikv.kv_cache.contiguous",
     "PagedKVCacheManager": "minikv.kv_cache.paged",
+    "RadixKVCacheManager": "minikv.kv_cache.radix",
     "Scheduler": "minikv.scheduler",
 }
 __all__ = sorted(_HOMES)

@@ -6,6 +6,7 @@ from minikv.kv_cache.eviction import EVICTION
 from minikv.kv_cache.extents import FITS
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
+from minikv.kv_cache.radix import RadixKVCacheManager
 
 
 class MinimalManager(KVCacheManager):
@@ -220,6 +221,9 @@ MANAGERS = {
     "paged-16": lambda rnd: PagedKVCacheManager(rnd.randint(1, 4), 16),
     "prefix": lambda rnd: _prefix(rnd),
     "prefix-collisions": lambda rnd: _prefix(rnd, hash_fn=lambda data: b"the same"),
+    "radix-1": lambda rnd: RadixKVCacheManager(rnd.randint(4, 24), 1),
+    "radix-2": lambda rnd: RadixKVCacheManager(rnd.randint(4, 16), 2),
+    "radix-4": lambda rnd: RadixKVCacheManager(rnd.randint(2, 10), rnd.choice([3, 4, 5])),
     "contiguous-pow2": lambda rnd: _extents(rnd, "pow2"),
     "contiguous-double": lambda rnd: _extents(rnd, "double"),
     "contiguous-exact": lambda rnd: _extents(rnd, "exact"),

@@ -226,9 +226,7 @@ PLANTED = [
     Planted("published blocks are counted for who left", "PrefixCachingKVCacheManager.free",
             "self._published.pop(request.request_id, None)", "pass"),
     Planted("evicted, but still found", "CachingBlockPool.get_new_blocks",
-            "            del self.cached_blocks[block.key[0]]\n"
-            "            block.key, block.ref_cnt = None, 1",
-            "            block.ref_cnt = 1"),
+            "self.forget(evicted)", "pass"),
     Planted("evicts before it takes what nobody can find", "CachingBlockPool.get_new_blocks",
             "if num_blocks <= self.free_block_queue.num_free_blocks:",
             "if num_blocks > self.cached_free.num_free_blocks and "

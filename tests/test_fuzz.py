@@ -30,7 +30,7 @@ from minikv.static_batching import StaticScheduler
 NUM_TRACES = 1_600 // len(MANAGERS)
 NUM_STATIC_TRACES = 800 // len(MANAGERS)  # of static batches
 RESERVED_AT_ONCE = ("contiguous-max", "contiguous-pow2", "contiguous-exact")
-FORKS = ("restless", "paged-3", "prefix", "prefix-collisions")
+FORKS = ("restless", "paged-3", "prefix", "prefix-collisions", "radix-2", "radix-4")
 MOVES = (
     *FORKS,
     "contiguous-double",

@@ -13,11 +13,12 @@ from minikv.engine import LLM
 from minikv.kv_cache.eviction import EVICTION
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
+from minikv.kv_cache.radix import RadixKVCacheManager
 from minikv.model.loader import Loaded, load
 from minikv.request import SamplingParams
 
 MAX_MODEL_LEN = 128
-MANAGERS = (PrefixCachingKVCacheManager,)
+MANAGERS = (PrefixCachingKVCacheManager, RadixKVCacheManager)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_tiny_pools_every_order_and_evictions(
         assert manager.num_evictions > 0
 
 
-@pytest.mark.parametrize("kind", [PagedKVCacheManager, PrefixCachingKVCacheManager])
+@pytest.mark.parametrize("kind", [PagedKVCacheManager, *MANAGERS])
 @pytest.mark.parametrize("num_prompt_tokens", [3, 15, 16, 17, 32])
 def test_forked_samples_equal_samples_that_share_nothing(tiny, kind, num_prompt_tokens):
     """The tail of a prompt is shared by four, whole or not, and each goes on in a copy of it."""
@@ -136,8 +137,11 @@ def test_forked_samples_equal_samples_that_share_nothing(tiny, kind, num_prompt_
     assert num_copies == (0 if num_prompt_tokens == 17 else 3)
 
 
-def test_salted_and_aborted_and_preempted_neighbours_change_no_token(tiny, answers, comparison):
-    manager = PrefixCachingKVCacheManager(24, 4)
+@pytest.mark.parametrize("kind", MANAGERS)
+def test_salted_and_aborted_and_preempted_neighbours_change_no_token(
+    tiny, answers, comparison, kind
+):
+    manager = kind(24, 4)
     llm = LLM(tiny, kv_cache_manager=manager, max_num_batched_tokens=20, check_every_step=True)
     rnd = random.Random(3)
     done = {}

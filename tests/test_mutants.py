@@ -40,7 +40,30 @@ def table(text):
 # Alive after the fuzz, which reads content and counts: these change an order, an error, or what
 # only a manager of later chapters would show. The test that is named kills them.
 BY_TEST = table("""
+test_static.test_who_ended_and_waits_for_the_others_has_ended_after_a_recovery_too
+    StaticScheduler.recover: without for row in self.rows:
+    StaticScheduler.recover: without self._mark(row.request, row.ended, se...
+test_prefix.test_a_fork_that_cannot_be_is_refused_in_words
+    PagedKVCacheManager.fork: without if of_parent is None:
+    PagedKVCacheManager.fork: without if child.request_id in self.tables:
+    PagedKVCacheManager.fork: without if child.num_computed_tokens > parent...
+    PagedKVCacheManager.fork: without return False
+    PagedKVCacheManager.fork: without raise ValueError(f'request {child.req...
+    PagedKVCacheManager.fork: without raise ValueError(f'request {child.req... #2
+    PagedKVCacheManager.fork: return False: False => True
+test_prefix.test_every_copy_and_every_tail_is_forgotten_with_its_block
+    PagedKVCacheManager.free: self._origins: negated
+    PagedKVCacheManager.free: self._forked_tails: negated
+    PagedKVCacheManager.free: without self._forked_tails -= unheld
+    PagedKVCacheManager._make_own: without self._forked_tails.discard(tail.block...
+test_prefix.test_the_first_writer_copies_a_shared_tail_and_the_last_writes_in_place
+    PagedKVCacheManager.allocate_slots: tail.ref_cnt > 1: > => >=
+    PagedKVCacheManager.allocate_slots: tail.ref_cnt > 1: 1 => 0
+    PagedKVCacheManager.fork: child.num_computed_tokens > parent.nu...: > => >=
 test_prefix.test_a_copy_for_somebody_who_left_is_not_made
+    PagedKVCacheManager.free: without if self._origins or self._forked_tails:
+    PagedKVCacheManager.free: without for block_id in unheld & self._origin...
+    PagedKVCacheManager.free: without del self._origins[block_id]
     planted: a copy into a block that was left
 test_prefix.test_a_hash_that_is_blind_to_position_still_gives_right_answers_but_fewer_hits
     planted: a key of its own tokens alone
@@ -56,6 +79,7 @@ test_prefix.test_an_answer_holds_for_its_request_and_until_an_eviction
 test_prefix.test_tails_go_before_heads
     planted: heads go before tails
 test_prefix.test_who_lost_its_published_beginning_publishes_its_own
+    planted: a publication's number is used again
     planted: a stale parent is believed
 test_prefix.test_with_a_constant_hash_a_block_is_known_by_its_parent_too
     planted: another's tokens under the same key stay
@@ -92,8 +116,8 @@ test_paged.test_a_block_is_taken_when_a_write_crosses_into_it
     planted: new blocks in the wrong order
     planted: last in, first out
 test_paged.test_a_hit_is_an_error_where_nothing_is_cached
+    PagedKVCacheManager.allocate_slots: without return self._admit_with_hit(request, ...
     PagedKVCacheManager.allocate_slots: without if num_cached_tokens:
-    PagedKVCacheManager.allocate_slots: without raise ValueError(f'num_cached_tokens ...
 test_paged.test_blocks_held_in_advance_are_neither_taken_again_nor_given_back
     PagedKVCacheManager.allocate_slots: max(0, cdiv(num_tokens, self.block_si...: 0 => -1
 test_paged.test_freed_blocks_wait_in_line_tail_first
@@ -268,6 +292,8 @@ test_static.test_the_manager_is_told_how_a_row_ended
 
 # No caller who keeps to the contract can tell these from the original.
 EQUIVALENT = table("""
+A function that ends without a return returns None.
+    PagedKVCacheManager._forked_tail: without return None
 All rows stand at one column and are padded to one length, so any of them tells it.
     StaticScheduler.schedule: self.rows[0]: 0 => -1
 Below 0 is as 0: no table has fewer slots, and what is taken now is never less.

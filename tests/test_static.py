@@ -320,6 +320,17 @@ def test_a_stop_token_ends_the_answer_but_not_the_row():
     assert a.finish_time == b.finish_time
 
 
+def test_who_ended_and_waits_for_the_others_has_ended_after_a_recovery_too():
+    """By a stop string, say: no token tells it, so only its row knows."""
+    short, long = new("short", max_tokens=9), new("long", max_tokens=9)
+    core = static(short, long)
+    core.step()
+    assert core.scheduler.finish(short, "stop", 1.0) == [] and short.finish_reason is None
+    core.recover()
+    assert (short.finish_reason, long.finish_reason) == ("stop", None)
+    assert list(core.scheduler.waiting) == [long] and not core.scheduler.rows
+
+
 def test_a_batch_of_short_answers_ends_before_its_reservation():
     """Slots were held for 12 tokens; all have stopped long before."""
     full = reference_of(new("a", 4, 12))

@@ -97,6 +97,7 @@ MODULES = {
     "minikv.simulator": 2,
     "minikv.experiments": 3,
     "minikv.experiments.hits": 7,
+    "minikv.experiments.radix_vs_hash": 7,
     "minikv.workloads": 2,
     "minikv.workloads.traces": 7,
     "minikv.kv_cache.extents": 3,
@@ -110,6 +111,7 @@ MODULES = {
     "minikv.model.runner": 5,
     "minikv.kv_cache.prefix": 7,
     "minikv.kv_cache.radix": 7,
+    "minikv.kv_cache.radix_tree": 7,
     "minikv.bench": 8,
 }
 

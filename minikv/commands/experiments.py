@@ -10,7 +10,7 @@ import sys
 
 from minikv.commands.progress import RequestsProgress, SecondsProgress
 from minikv.commands.report import run_command
-from minikv.experiments import fig2, fig13, hits, paradox
+from minikv.experiments import fig2, fig13, hits, paradox, radix_vs_hash
 from minikv.experiments.hits import POLICIES
 from minikv.experiments.paper import HOUR_S, NUM_SLOTS, WARMUP_S
 from minikv.kv_cache.extents import FITS
@@ -217,3 +217,45 @@ def _hits(args):
         )
     hits.print_result(result)
     return result
+
+
+RADIX = """\
+A map of chained hashes and a radix tree, in the same pools on the same requests: hit tokens, blocks
+copied and evicted; microseconds in the manager for each request, and for each token of its answer;
+what the index takes in memory (measured, for all that is cached), and the books of the blocks.
+Chats that grow turn by turn under three headers, or a trace that names its prompts' blocks.
+"""
+
+
+def radix_main(argv):
+    parser = argparse.ArgumentParser(
+        prog="python -m minikv simulate radix",
+        description=RADIX,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--chats", type=int, default=60, metavar="N", help="default: 60")
+    parser.add_argument("--turns", type=int, default=6, metavar="N", help="of each (default: 6)")
+    parser.add_argument("--trace", metavar="FILE", help="a trace instead, as for simulate hits")
+    parser.add_argument("--requests", type=int, metavar="N", help="the first N of the trace only")
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="times are the fastest of (default: 3)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what is measured there, too")
+    return run_command("simulate radix", _radix, parser.parse_args(argv))
+
+
+def _radix(args):
+    require_int("--rounds", args.rounds, at_least=1)
+    if args.trace is None:
+        traffic = radix_vs_hash.chats(args.chats, args.turns)
+        block_sizes = radix_vs_hash.BLOCK_SIZES
+    else:
+        if args.requests is not None:
+            require_int("--requests", args.requests, at_least=1)
+        trace = hits.open_for_hits(args.trace, report=lambda text: print(text, file=sys.stderr))
+        traffic, block_sizes = radix_vs_hash.traced(trace, args.requests), (trace.block_size,)
+    num_runs = radix_vs_hash.num_runs(block_sizes, rounds=args.rounds)
+    with RequestsProgress(num_runs * len(traffic.turns)) as progress:
+        runs = radix_vs_hash.compare(traffic, block_sizes, rounds=args.rounds, on_request=progress)
+    radix_vs_hash.print_result(runs)
+    return {"rows": radix_vs_hash.as_json(runs)}

@@ -41,6 +41,10 @@ EXPERIMENTS = {
         "minikv.commands.experiments:hits_main",
         "hit rate against capacity, on a trace (Mooncake)",
     ),
+    "radix": (
+        "minikv.commands.experiments:radix_main",
+        "a map of hashes and a radix tree, on the same requests",
+    ),
 }
 
 THIS_MACHINE = "this-machine"

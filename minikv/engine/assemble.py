@@ -10,6 +10,7 @@ from minikv.kv_cache.base import KVCacheManager, cdiv
 from minikv.kv_cache.contiguous import ContiguousKVCacheManager
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
+from minikv.kv_cache.radix import RadixKVCacheManager
 from minikv.model.backends import choose_backend
 from minikv.model.loader import Loaded, load
 from minikv.model.memory import default_num_blocks, require_memory
@@ -23,6 +24,7 @@ from minikv.static_batching import BATCHING
 DEFAULT_BLOCK_SIZE = 16
 MANAGERS = {
     "prefix": PrefixCachingKVCacheManager,
+    "radix": RadixKVCacheManager,
     "paged": PagedKVCacheManager,
     "contiguous": ContiguousKVCacheManager,
 }

@@ -54,9 +54,9 @@ class CachingBlockPool(BlockPool):
             )
         blocks = super().get_new_blocks(self.free_block_queue.num_free_blocks)
         evicted = self.cached_free.popleft_n(num_blocks - len(blocks))
+        self.forget(evicted)
         for block in evicted:
-            del self.cached_blocks[block.key[0]]
-            block.key, block.ref_cnt = None, 1
+            block.ref_cnt = 1
         self.num_evictions += len(evicted)
         self.num_unpublished += len(evicted)
         return blocks + evicted
@@ -88,11 +88,16 @@ class CachingBlockPool(BlockPool):
         """Nobody finds it any more; who holds it keeps it."""
         if block.ref_cnt == 0:
             self.cached_free.remove(block)
-        del self.cached_blocks[block.key[0]]
-        block.key = None
+        self.forget([block])
         self.num_unpublished += 1
         if block.ref_cnt == 0:
             self.free_block_queue.append(block)
+
+    def forget(self, blocks) -> None:
+        """Takes blocks out of the index, and their keys away."""
+        for block in blocks:
+            del self.cached_blocks[block.key[0]]
+            block.key = None
 
     def check(self, holders):
         super().check(holders)
@@ -102,6 +107,10 @@ class CachingBlockPool(BlockPool):
         for block in self.free_block_queue.get_all_free_blocks():
             if block.key is not None:
                 raise InvariantBroken(f"{block} has a key, but waits among those without")
+        self.check_index()
+
+    def check_index(self) -> None:
+        """A block is found by a key exactly if it has that key."""
         published = {block.key[0]: block for block in self.blocks if block.key}
         if published != self.cached_blocks:
             wrong = sorted(

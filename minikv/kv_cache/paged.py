@@ -255,7 +255,7 @@ class PagedKVCacheManager(KVCacheManager):
         if not table:
             table = self.set_table(request, [])
         if tail is not None:
-            self._make_own(table, tail, blocks)
+            self._make_own(request, table, tail, blocks)
         table += [block.block_id for block in blocks]
         return table
 
@@ -299,7 +299,7 @@ class PagedKVCacheManager(KVCacheManager):
             return self.block_pool.blocks[table[place]]
         return None
 
-    def _make_own(self, table, tail, new_blocks):
+    def _make_own(self, request, table, tail, new_blocks):
         """Copy-on-write: while others hold the tail, a new block takes its place in the table."""
         if tail.ref_cnt > 1:
             own = new_blocks.pop()

@@ -42,6 +42,16 @@ def digest(data: bytes) -> bytes:
     return state.digest()
 
 
+def block_names(request, block_size, start, stop) -> list:
+    """Names for blocks start to stop of a request without tokens. It names its beginning, by the
+    keys of a trace or by prefix_id; what comes after that is like nobody else's."""
+    named = [*request.block_hashes[start : min(stop, request.num_prompt_tokens // block_size)]]
+    salt, prefix_id, start = request.cache_salt, request.prefix_id, start + len(named)
+    num_shared = min(stop, request.prefix_len // block_size)
+    named += [(salt, prefix_id, i) for i in range(start, num_shared)]
+    return named + [(request, i) for i in range(max(start, num_shared), stop)]
+
+
 class PrefixCachingKVCacheManager(PagedKVCacheManager):
     """Paged blocks, of which the full ones are found again by whoever has the same beginning.
 
@@ -109,7 +119,8 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
         num_blocks = min(num_blocks, request.num_tokens // self.block_size)  # full ones only
         if len(keys) < num_blocks:
             if request.token_ids is None:
-                self._extend_without_tokens(request, keys, num_blocks)
+                names = block_names(request, self.block_size, len(keys), num_blocks)
+                keys += [(name, None) for name in names]
             else:
                 self._extend(request, keys, num_blocks)
         return keys
@@ -123,20 +134,6 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
             keys.append((parent, content))
         if salt is not None and keys:
             keys[0] = keys[0][0], (keys[0][1], salt)
-
-    def _extend_without_tokens(self, request, keys, num_blocks):
-        """A simulated request names its beginning: by the keys of a trace, or by prefix_id. What
-        comes after that is like nobody else's."""
-        named = request.block_hashes[: request.num_prompt_tokens // self.block_size]
-        shared = request.prefix_len // self.block_size
-        for i in range(len(keys), num_blocks):
-            if i < len(named):
-                name = named[i]
-            elif i < shared:
-                name = (request.cache_salt, request.prefix_id, i)
-            else:
-                name = (request, i)
-            keys.append((name, None))
 
     # -- looking up, and taking ----------------------------------------------------------------
 
@@ -221,10 +218,10 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
             child.block_keys = parent.block_keys[: child.num_computed_tokens // self.block_size]
         return shared
 
-    def _make_own(self, table, tail, new_blocks):
+    def _make_own(self, request, table, tail, new_blocks):
         if tail.ref_cnt == 1 and tail.key is not None:
             self.block_pool.unpublish(tail)
-        super()._make_own(table, tail, new_blocks)
+        super()._make_own(request, table, tail, new_blocks)
 
     # -- pins ----------------------------------------------------------------------------------
 

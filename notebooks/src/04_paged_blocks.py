@@ -15,7 +15,7 @@
 #
 # | file | what it is |
 # |---|---|
-# | `kv_cache/paged.py` | blocks, their free queue, the pool, and the manager that is the default from now on |
+# | `kv_cache/paged.py` | blocks, their free queue, the pool, and the manager that takes them |
 #
 # **Predict, run, explain**, as before.
 
@@ -902,9 +902,8 @@ show_broken({
 
 # %% blind-spot
 def answer(swap=None):
-    llm = LLM(
-        loaded, kv_cache_manager="paged", block_size=4, max_model_len=40, check_every_step=True
-    )
+    limits = {"block_size": 4, "max_model_len": 40, "check_every_step": True}
+    llm = LLM(loaded, kv_cache_manager="paged", **limits)
     llm.add_request(prompts[2], SamplingParams(max_tokens=10, ignore_eos=True), "A")
     for step in range(10):
         [output] = llm.step()
