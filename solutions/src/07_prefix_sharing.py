@@ -598,7 +598,7 @@ class Counted(KVCacheManager):
 #          place <- computed // block_size;  shared <- the block there, if others hold it
 #          more, and one for shared, are more than are free?  return None
 #          shared?  take a block;  note the copy;  let go of shared;  put the new one there
-#          take `more` blocks, add them at the end;  set the table;  return it
+#          take so many more blocks, add them at the end;  set the table;  return it
 # ```
 # </details>
 
@@ -1507,7 +1507,7 @@ def exercise_7_3_check(check_pool):
 # usable <- the smaller of: found blocks, (num_tokens - 1) // block_size
 # cached <- usable * block_size
 # taken  <- blocks for num_tokens, rounded up, less usable
-#           and as many as there are zeros among the first `usable` of ref_cnts
+#           and as many as there are zeros among the first so many of ref_cnts
 # ```
 # </details>
 
@@ -1940,8 +1940,8 @@ def exercise_7_6(predicted):
         print(f"{name:29} {hit:2} {coarse:3} {steps:3} {rest:3}")
 
 # %% [markdown]
-# Larger blocks lose more at the end of what is common, and everything where less than a
-# block is. They also need fewer keys. The answers take as many steps as without a cache.
+# Larger blocks lose more at the end of what is common, and all of it where it is shorter than
+# a block. They also need fewer keys. The answers take as many steps as without a cache.
 
 # %% [markdown]
 # ## Exercise 7.7: what does a hit rate hide?
@@ -1972,8 +1972,8 @@ def exercise_7_6(predicted):
 # 264 tokens are 76%, 1,000 of 1,064 are 94%), while every request now reads 800 tokens more
 # in each decode step, and holds them. A hit saves prefill only: in exercise 7.6 the answers
 # took 7 steps each, hit or not; so time per output token, and with long answers most of the
-# wait, does not show in it. It hides who pays: pinned headers, or cached blocks kept while
-# others are preempted, are memory that running requests lack; sending everyone with the
+# wait, does not show in it. It hides who pays: pinned headers are memory that running
+# requests lack (cached blocks that are not pinned yield at once); sending everyone with the
 # same header to one machine raises the rate there, and the queue. And dropping the salt
 # makes tenants share: the rate rises, and an answer that starts fast tells what others have
 # asked. I would put beside it: TTFT at p50 and p99 for hits and misses apart, prompt tokens
