@@ -715,6 +715,8 @@ def judge_room(m, request, new, got, before):
     if got is None:
         return judge_refusal(m, request, int(bool(readers)), more, before)
     now = books_of(m)
+    room = len(got) > 0 or more + bool(readers) <= len(before["free"])
+    assert room, f'{name} needs more blocks than are free. Say "not now" with None, not with {got!r}.'
     table, noted = [block.__index__() for block in got], now["tables"].get(name)
     copies = now["pending"][len(before["pending"]) :]
     shown = f"{name}, with {computed} tokens computed in {old}, computes {new} more and got {table}. Copies: {copies or 'none'}."
@@ -1699,6 +1701,7 @@ def case_7_5(value, events):
     """One course of events: what was asked, got, wanted, and the usual slips."""
     shown = "\n".join(f"  {name} {'starts with' if kind == 'start' else 'ends, full blocks:'} {what}" for kind, name, what in events)
     got = list_of_numbers(value, "eviction_order must return a list of block ids")
+    assert len(set(got)) == len(got), f"A block is taken once; your order {list(map(int, got))} has one twice.\nevents:\n{shown}"
     heads = "Tails go before heads: without its head no tail can be found, while a head without its tail is still a hit."
     keyless = "Blocks without a key go first: nothing is lost with them."
     stay = "A block that was found again was used again: it leaves the queue, and enters at its end when its last holder ends."
@@ -1920,10 +1923,11 @@ def judge_steps(prompt_steps, answer_steps, rows):
         assert got == wanted, f"{said}\nPrompt {i + 1} ({SIX[i]}), blocks of 4: you predicted {got:.0f} prompt steps."
     rest = [(got, wanted) for got, (_, _, wanted) in zip(answer_steps, rows, strict=True)]
     shown = f"You predicted answer steps {[int(got) for got in answer_steps]}."
-    misses = [got == wanted for (got, wanted), (hit, _, _) in zip(rest, rows, strict=True) if hit == 0]
+    misses = [got for got, (hit, _, _) in zip(answer_steps, rows, strict=True) if hit == 0]
+    hits = [got for got, (hit, _, _) in zip(answer_steps, rows, strict=True) if hit > 0]
     faster = "A hit saves prefill, not decode: each token of the answer still takes a step that reads the whole context, shared or not."
+    assert min(hits) >= min(misses), f"{faster}\n{shown}"
     assert all(got <= wanted for got, wanted in rest), f"The first token of the answer comes with the prompt's last step.\n{shown}"
-    assert not all(misses) or all(got == wanted for got, wanted in rest), f"{faster}\n{shown}"
     assert all(got == wanted for got, wanted in rest), f"How many of the 8 tokens come after the prompt's last step?\n{shown}"
 
 # %% check-7-6

@@ -679,6 +679,12 @@ class MyForks(Counted):
 # +             return None
 
 
+# %% ex-7-2 wrong: an empty list for "not now"
+# says: Say "not now" with None
+# -             return None
+# +             return []
+
+
 # %% ex-7-2 wrong: fork returns nothing
 # says: fork returned None
 # -         return True
@@ -1321,6 +1327,12 @@ def eviction_order(events):
 # + return list(set(with_key)) + list(set(without_key))[:1]
 
 
+# %% ex-7-5 wrong: found again, it is listed twice
+# says: has one twice
+# -                     with_key.remove(block_id)
+# +                     pass
+
+
 # %% ex-7-5 wrong: events used up
 # says: changed what it was given
 def eviction_order(events):
@@ -1388,6 +1400,13 @@ def predicted():
 # from: literal numbers
 # - answer_steps = [7, 7, 7, 7, 7, 7]
 # + answer_steps = [7, 3, 2, 7, 3, 3]
+
+
+# %% ex-7-6 wrong: sharing speeds up decode, and a step for the first token
+# says: A hit saves prefill, not decode
+# from: literal numbers
+# - answer_steps = [7, 7, 7, 7, 7, 7]
+# + answer_steps = [8, 7, 7, 8, 7, 7]
 
 
 # %% ex-7-6 wrong: common tokens, not cut to blocks
