@@ -75,6 +75,11 @@ class EngineCore:
         """After a step that was cut short: see Scheduler.recover. What ran is computed again."""
         self.scheduler.recover()
 
+    @whole
+    def reset_prefix_cache(self) -> bool:
+        """See KVCacheManager. Cut short, all is forgotten, and what ran is computed again."""
+        return self.manager.reset_prefix_cache()
+
     def submit(self, request):
         """Queues a request; one that can never fit ends at once, with finish_reason "error"."""
         try:

@@ -6,11 +6,14 @@ import random
 
 import numpy as np
 import pytest
+from cut_short import AtBytecode
 from oracle import EMPTY, engine, mix
 
+from minikv import LLM, SamplingParams
 from minikv.kv_cache.eviction import EVICTION, LRU
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager, contents, digest
+from minikv.model.loader import load
 from minikv.request import Request
 
 
@@ -353,9 +356,7 @@ def test_a_request_that_has_ended_is_kept_by_nobody_but_its_cached_blocks(how, n
     core = engine(manager)
 
     def num_alive():
-        return sum(
-            isinstance(each, Request) and how in each.request_id for each in gc.get_objects()
-        )
+        return sum(type(each) is Request and how in each.request_id for each in gc.get_objects())
 
     core.runner.run = lambda scheduled, copies: [1] * len(scheduled)
     gc.collect()
@@ -381,3 +382,43 @@ def test_a_request_that_has_ended_is_kept_by_nobody_but_its_cached_blocks(how, n
     finally:
         gc.enable()
     assert not manager._published and not manager._forked_tails
+
+
+# -- LLM ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load("tiny")
+
+
+def test_a_stream_takes_a_salt_as_the_others_do(tiny):
+    llm, params = LLM(tiny, num_gpu_blocks_override=32, block_size=4), SamplingParams(max_tokens=1)
+    num_cached = []
+    for salt in ("red", "red", "blue", None):
+        assert list(llm.stream("one prompt for all of them", params, cache_salt=salt))
+        num_cached.append(llm.manager.num_cached_free_blocks)
+    once = num_cached[0]
+    assert once > 0 and num_cached == [once, once, 2 * once, 3 * once]
+    with pytest.raises(TypeError, match="cache_salt must be a string"):
+        llm.stream("one prompt", params, cache_salt=5)
+
+
+def test_a_reset_of_the_cache_may_be_cut_short_at_any_point(tiny):
+    """Else a block that had left one queue and not come into the other was lost to all."""
+    llm = LLM(tiny, num_gpu_blocks_override=4, block_size=8, check_every_step=True)
+    params, at, num_cut = SamplingParams(max_tokens=1, ignore_eos=True), 0, 0
+    while True:
+        [output] = llm.generate([list(range(17))], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 1 and llm.manager.num_cached_free_blocks == 2
+        try:
+            with AtBytecode(["minikv/kv_cache"], at):
+                assert llm.reset_prefix_cache()
+        except KeyboardInterrupt:
+            num_cut += 1
+        else:
+            break
+        llm.manager.check()
+        assert llm.manager.num_free_blocks == 4
+        at += 3
+    assert num_cut > 20

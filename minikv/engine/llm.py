@@ -115,7 +115,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing changes, while requests hold blocks."""
-        return self.manager.reset_prefix_cache()
+        return self.core.reset_prefix_cache()
 
     def memory_report(self):
         """Where the pool's slots are now: a MemoryReport."""
@@ -187,11 +187,11 @@ class LLM:
                 bar.update(output.finished)
         return [job.snapshot(self.metrics) for job in jobs]
 
-    def stream(self, prompt, sampling_params=None):
+    def stream(self, prompt, sampling_params=None, *, cache_salt=None):
         """Yields the answer's text as it comes, whole characters only. Leaving the loop early
         aborts the request. Raises as add_request does (at once, not at the first piece),
         ValueError for n above 1, and RuntimeError if the request ends with an error."""
-        job = self._desk.prepare(prompt, sampling_params)
+        job = self._desk.prepare(prompt, sampling_params, cache_salt=cache_salt)
         if job.params.n != 1:
             raise ValueError(f"n is {job.params.n}, but a stream has one sample")
         if self.tokenizer is None:
