@@ -34,6 +34,7 @@ class EngineCore:
         self.runner, self.clock = runner, clock
         self.report_every, self.check_every_step = report_every, check_every_step
         self.metrics = Metrics(self.manager.num_blocks)
+        self.manager.reset_prefix_cache()  # this runner's pool holds nothing yet
         self._num_refused = 0
 
     def step(self):

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from cut_short import AtBytecode
-from oracle import EMPTY, engine, mix
+from oracle import EMPTY, engine, mix, reference_of
 
 from minikv import LLM, SamplingParams
 from minikv.kv_cache.eviction import EVICTION, LRU
@@ -15,6 +15,8 @@ from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager, contents, digest
 from minikv.model.loader import load
 from minikv.request import Request
+from minikv.scheduler import Scheduler
+from minikv.static_batching import StaticScheduler
 
 
 class Bare:
@@ -384,6 +386,26 @@ def test_a_request_that_has_ended_is_kept_by_nobody_but_its_cached_blocks(how, n
     assert not manager._published and not manager._forked_tails
 
 
+# -- a cache and its pool -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [(Scheduler, Scheduler), (Scheduler, StaticScheduler)])
+def test_what_lies_in_another_engines_pool_is_not_found(kinds):
+    """A manager may serve one engine after the other; each has a pool of its own."""
+    manager = manager_of(12)
+    engines = [engine(manager, scheduler=kind) for kind in kinds]
+    for i, core in enumerate(engines * 3):
+        request = Request(f"r{i}", list(range(10)), max_tokens=4)
+        core.run([request])
+        assert request.token_ids == reference_of(request) and request.num_cached_tokens <= 0
+    again = Request("again", list(range(10)), max_tokens=4)
+    engines[0].run([again])
+    assert again.num_cached_tokens == 0
+    again = Request("and again", list(range(10)), max_tokens=4)
+    engines[0].run([again])
+    assert again.num_cached_tokens == 8
+
+
 # -- LLM ------------------------------------------------------------------------------------------
 
 
@@ -422,3 +444,19 @@ def test_a_reset_of_the_cache_may_be_cut_short_at_any_point(tiny):
         assert llm.manager.num_free_blocks == 4
         at += 3
     assert num_cut > 20
+
+
+@pytest.mark.parametrize("shared", ["kv_cache_manager", "scheduler"])
+def test_a_second_llm_over_the_same_books_has_the_same_answers(tiny, shared):
+    """It found the first one's blocks, and read its own pool, in which they never were."""
+    manager = manager_of(32)
+    part = {shared: manager if shared == "kv_cache_manager" else Scheduler(manager)}
+    prompt, params = list(range(40, 57)), SamplingParams(max_tokens=6, ignore_eos=True)
+    answers, num_cached = [], []
+    for _ in range(2):
+        llm = LLM(tiny, **part)
+        for _ in range(2):
+            [output] = llm.generate([prompt], params, use_tqdm=False)
+            answers.append(output.outputs[0].token_ids)
+            num_cached.append(output.num_cached_tokens)
+    assert answers == [answers[0]] * 4 and num_cached == [0, 16, 0, 16]
