@@ -85,9 +85,9 @@ def traced(trace, num_requests=None) -> Traffic:
 
 @dataclass
 class Run:
-    """What was counted. us_per_request: CPU time to ask, take, publish and give back, without
-    the answer. us_per_output_token: a slot for one token more, and publishing. num_cached_tokens: kept
-    when all have ended. index_bytes: memory for that; pool_bytes: that of the manager as made.
+    """What was counted. us_per_request: CPU time to ask, take, publish and give back, without the
+    answer. us_per_output_token: the same for one token more. num_cached_tokens: kept when all have
+    ended. index_bytes: memory for that; pool_bytes: that of the manager as made.
     """
 
     traffic: str
