@@ -218,7 +218,7 @@ def print_result(runs) -> None:
             f"{run.index:8} {run.block_size:>5} {run.num_slots:>13,} {run.hit_tokens:>11,} "
             f"{run.hit_rate:>6.1f} {run.num_copied_blocks:>7,} {run.num_evictions:>8,} "
             f"{run.us_per_request:>10.1f} {run.us_per_output_token:>9.2f} "
-            f"{run.index_bytes / 1e6:>9.2f} {run.bytes_per_token:>11.1f} "
+            f"{run.index_bytes / 1e6:>9.2f} {run.bytes_per_token:>11.2f} "
             f"{run.pool_bytes / 1e6:>9.2f}"
         )
 
