@@ -17,6 +17,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 _HOMES = {
     "LLM": "minikv.engine",
     "SamplingParams": "minikv.request",
+    "BeamSearchParams": "minikv.request",
     "Request": "minikv.request",
     "RequestOutput": "minikv.request",
     "show": "minikv.classroom.show",

@@ -102,6 +102,40 @@ class SamplingParams:
             raise TypeError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How to search for the most likely answers. Checked when it is made. The names are vLLM's,
+    and early_stopping is transformers'.
+
+    beam_width: beginnings kept at every step, and answers returned.
+    max_tokens: output tokens at most; fewer where max_model_len leaves no room for more.
+    ignore_eos: go on after the model's own end-of-sequence tokens.
+    length_penalty: answers are ranked by cum_logprob / num_output_tokens ** length_penalty (the
+        end token counted): above 0 favours long ones.
+    early_stopping: end once beam_width answers have ended. Otherwise the search goes on until the
+        best beam, ranked as if it ended now, falls behind the worst of those answers.
+
+    Raises TypeError or ValueError, naming the value and the limit.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def __post_init__(self):
+        for name, most in (("beam_width", MAX_SAMPLES), ("max_tokens", None)):
+            value = require_int(name, getattr(self, name), at_least=1, at_most=most)
+            object.__setattr__(self, name, value)
+        # Beyond these limits powers of a length leave the range of floats.
+        penalty = require_number("length_penalty", self.length_penalty, at_least=-32, at_most=32)
+        object.__setattr__(self, "length_penalty", penalty)
+        for name in ("ignore_eos", "early_stopping"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+
+
 class Request:
     """One sequence on its way through the engine.
 

@@ -133,7 +133,7 @@ class Scheduler:
     def _admit(self, scheduled, budget):
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request, extra = self.waiting[0], {}
-            self._require_own_books(request)
+            self.require_own_books(request)
             if request.num_computed_tokens == 0:
                 num_cached_tokens = self.manager.get_num_cached_tokens(request)
                 if num_cached_tokens:
@@ -157,7 +157,9 @@ class Scheduler:
         for observer in list(self.refusal_observers):
             observer(request, num_new_tokens)
 
-    def _require_own_books(self, request):
+    def require_own_books(self, request):
+        """Before a request is given its first blocks: the manager is ours alone, and knows nothing
+        of it. Raises InvariantBroken."""
         m = self.manager
         if m.owner is not self and m.owner is not None and m.tables:
             raise InvariantBroken(

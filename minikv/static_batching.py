@@ -85,7 +85,7 @@ class StaticScheduler(Scheduler):
             batch = list(islice(self.waiting, size))
             if size == most:
                 for request in batch:
-                    self._require_own_books(request)
+                    self.require_own_books(request)
             longest = max(request.num_tokens for request in batch)
             num_slots = longest + max(r.max_tokens - r.num_output_tokens for r in batch) - 1
             if num_slots > self.manager.max_slots_per_request:

@@ -10,26 +10,32 @@ import sys
 
 from minikv.commands.progress import RequestsProgress, SecondsProgress
 from minikv.commands.report import run_command
-from minikv.experiments import fig2, fig13, hits, paradox, radix_vs_hash
+from minikv.experiments import fig2, fig13, fig15, hits, paradox, radix_vs_hash
 from minikv.experiments.hits import POLICIES
 from minikv.experiments.paper import HOUR_S, NUM_SLOTS, WARMUP_S
 from minikv.kv_cache.extents import FITS
 from minikv.request import require_int, require_number
 
 
-def _parser(name, description, *, seeds, warmup=False):
+def _parser(name, description, *, seeds, duration=HOUR_S, warmup=None):
     parser = argparse.ArgumentParser(
         prog=f"python -m minikv simulate {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--seeds", type=int, default=seeds, metavar="N", help=f"hours (default: {seeds})"
+        "--seeds", type=int, default=seeds, metavar="N", help=f"runs of each (default: {seeds})"
     )
-    parser.add_argument("--duration", type=float, default=HOUR_S, metavar="S", help="default: 3600")
-    if warmup:
+    parser.add_argument(
+        "--duration", type=float, default=duration, metavar="S", help=f"default: {duration:g}"
+    )
+    if warmup is not None:
         parser.add_argument(
-            "--warmup", type=float, default=WARMUP_S, metavar="S", help="not counted (default: 600)"
+            "--warmup",
+            type=float,
+            default=warmup,
+            metavar="S",
+            help=f"not counted (default: {warmup:g})",
         )
     parser.add_argument("--json", metavar="FILE", help="write what is measured there, too")
     return parser
@@ -90,7 +96,7 @@ def _paradox(args):
     }
 
 
-# -- figures 2 and 13 -----------------------------------------------------------------------------
+# -- figures 2, 13 and 15 -------------------------------------------------------------------------
 
 FIG2 = """\
 Figure 2 of Kwon et al. 2023 (PagedAttention): the average share of KV-cache memory that holds
@@ -100,7 +106,7 @@ policies that the paper measured, and for exact reservation with first fit inste
 
 
 def fig2_main(argv):
-    parser = _parser("fig2", FIG2, seeds=3, warmup=True)
+    parser = _parser("fig2", FIG2, seeds=3, warmup=WARMUP_S)
     parser.add_argument(
         "--report-every",
         type=int,
@@ -131,7 +137,7 @@ than 15% from the paper's are named, and what is held to cause them is changed a
 
 
 def fig13_main(argv):
-    parser = _parser("fig13", FIG13, seeds=1, warmup=True)
+    parser = _parser("fig13", FIG13, seeds=1, warmup=WARMUP_S)
     return run_command("simulate fig13", _fig13, parser.parse_args(argv))
 
 
@@ -141,6 +147,27 @@ def _fig13(args):
     with SecondsProgress(fig13.num_runs() * args.seeds, args.duration) as progress:
         result = fig13.measure(args.seeds, args.duration, args.warmup, on_step=progress)
     fig13.print_result(result)
+    return result
+
+
+FIG15 = """\
+Figure 15 of Kwon et al. 2023 (PagedAttention): the share of blocks that is saved where samples of
+one prompt, or the beams of a search, share them. What a prompt's beams have in common is replayed
+from searches with smollm2. Then what may move the numbers is changed, one cause at a time.
+"""
+
+
+def fig15_main(argv):
+    parser = _parser("fig15", FIG15, seeds=3, duration=1_200.0, warmup=200.0)
+    return run_command("simulate fig15", _fig15, parser.parse_args(argv))
+
+
+def _fig15(args):
+    _check(args)
+    print(fig15.setting(args.seeds, args.duration, args.warmup), flush=True)
+    with SecondsProgress(fig15.num_runs() * args.seeds, args.duration) as progress:
+        result = fig15.measure(args.seeds, args.duration, args.warmup, on_step=progress)
+    fig15.print_result(result)
     return result
 
 

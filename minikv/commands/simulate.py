@@ -37,6 +37,10 @@ EXPERIMENTS = {
         "minikv.commands.experiments:fig13_main",
         "how many requests run at once (PagedAttention)",
     ),
+    "fig15": (
+        "minikv.commands.experiments:fig15_main",
+        "the blocks that samples and beams save by sharing (PagedAttention)",
+    ),
     "hits": (
         "minikv.commands.experiments:hits_main",
         "hit rate against capacity, on a trace (Mooncake)",

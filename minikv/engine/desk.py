@@ -121,7 +121,7 @@ class Desk:
 
     def add(self, job) -> str:
         """Queues it and returns its id. Cut short, it may be in: withdraw it."""
-        self._require_own_thread()
+        self.require_own_thread()
         requests = [sample.request for sample in job.samples]
         seed = job.params.seed
         if seed is None:
@@ -137,7 +137,7 @@ class Desk:
 
     def abort(self, request_id) -> bool:
         """Withdraws the request of that id. False: none ran."""
-        self._require_own_thread()
+        self.require_own_thread()
         self.held.pop(request_id, None)
         job = self.jobs.get(request_id)
         if job is None:
@@ -196,6 +196,15 @@ class Desk:
                     self.withdraw(job)
             raise
 
+    def stream(self, prompt, sampling_params):
+        """See LLM.stream."""
+        job = self.prepare(prompt, sampling_params)
+        if job.params.n != 1:
+            raise ValueError(f"n is {job.params.n}, but a stream has one sample")
+        if self.tokenizer is None:
+            raise ValueError("a stream is text, and this model has no tokenizer")
+        return self.pieces(job)
+
     def pieces(self, job):
         """Adds it and yields its text as it comes. RuntimeError if it ends with an error."""
         request, detokenizer = job.samples[0].request, job.samples[0].detokenizer
@@ -209,7 +218,7 @@ class Desk:
 
     def step(self):
         """One iteration. Its outputs are put into held."""
-        self._require_own_thread()
+        self.require_own_thread()
         if self._cut_short:  # whoever ended or got a token then has not been told
             if self.core.scheduler.must_recover:
                 self.core.recover()
@@ -242,7 +251,7 @@ class Desk:
             if output.finished:
                 self._forget(job)
 
-    def _require_own_thread(self):
+    def require_own_thread(self):
         """Two threads would take each other's outputs, so a second one is refused while requests
         of the first are unfinished."""
         if not self.jobs:

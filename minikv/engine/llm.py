@@ -7,6 +7,7 @@ come in and go out over a `Desk`.
 from tqdm.auto import tqdm
 
 from minikv.engine.assemble import assemble
+from minikv.engine.beam_search import beam_search
 from minikv.engine.desk import Desk
 from minikv.request import RequestOutput, require_int
 
@@ -187,13 +188,12 @@ class LLM:
                 bar.update(output.finished)
         return [job.snapshot(self.metrics) for job in jobs]
 
+    def beam_search(self, prompts, params, *, cache_salt=None) -> list:
+        """The most likely answers: see `minikv.engine.beam_search.beam_search`."""
+        return beam_search(self._desk, prompts, params, cache_salt)
+
     def stream(self, prompt, sampling_params=None):
         """Yields the answer's text as it comes, whole characters only. Leaving the loop early
         aborts the request. Raises as add_request does (at once, not at the first piece),
         ValueError for n above 1, and RuntimeError if the request ends with an error."""
-        job = self._desk.prepare(prompt, sampling_params)
-        if job.params.n != 1:
-            raise ValueError(f"n is {job.params.n}, but a stream has one sample")
-        if self.tokenizer is None:
-            raise ValueError("a stream is text, and this model has no tokenizer")
-        return self._desk.pieces(job)
+        return self._desk.stream(prompt, sampling_params)

@@ -45,7 +45,8 @@ class ModelRunner:
         self.last_step = None  # its StepContext, for the probe and for figures
 
     @torch.inference_mode()
-    def run(self, scheduled, copies) -> list[int | None]:
+    def run(self, scheduled, copies, sample=sample) -> list[int | None]:
+        """sample(logits, requests): a token for each row, None where it is not finite."""
         if self._unclean:  # the last step was cut short
             self._clean(self._unclean)
         self._unclean = []

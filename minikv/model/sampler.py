@@ -30,7 +30,7 @@ def uniform(request) -> float:
     return np.random.Generator(stream).random()
 
 
-def _most_likely(logits, k):
+def most_likely(logits, k):
     """(scores, token ids) of the k most likely tokens, the most likely first; of equal ones, as
     in greedy sampling, the lowest id. (torch.topk promises no order among equals.)"""
     token_ids = torch.arange(logits.numel(), device=logits.device)
@@ -43,7 +43,7 @@ def _most_likely(logits, k):
 def _draw(logits, params, u) -> int:
     """Inverts the cumulative distribution at u, over the tokens that top_k and top_p leave."""
     k = min(params.top_k or logits.numel(), logits.numel())
-    scores, token_ids = _most_likely(logits, k)
+    scores, token_ids = most_likely(logits, k)
     # Subtracted before the division: a tiny temperature must not make infinity minus infinity.
     probs = torch.softmax((scores - scores[0]).double() / params.temperature, 0)
     cumulative = probs.cumsum(0)

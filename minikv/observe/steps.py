@@ -25,9 +25,9 @@ class Recorder:
     def __init__(self, runner):
         self.runner, self.steps = runner, []
 
-    def run(self, scheduled, copies):
+    def run(self, scheduled, copies, *how):
         self.steps.append([_entry(request, n) for request, n in scheduled])
-        return self.runner.run(scheduled, copies)
+        return self.runner.run(scheduled, copies, *how)
 
 
 def record(core) -> Recorder:
