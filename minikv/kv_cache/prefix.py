@@ -51,10 +51,11 @@ def digest(data: bytes) -> bytes:
 def block_names(request, block_size, start, stop) -> list:
     """Names for blocks start to stop of a request without tokens. It names its beginning, by the
     keys of a trace or by prefix_id; what comes after that is like nobody else's."""
+    salt, prefix_id = request.cache_salt, request.prefix_id
     named = [*request.block_hashes[start : min(stop, request.num_prompt_tokens // block_size)]]
-    salt, prefix_id, start = request.cache_salt, request.prefix_id, start + len(named)
     if salt is not None:
         named = [(salt, name) for name in named]
+    start += len(named)
     num_shared = min(stop, request.prefix_len // block_size)
     named += [(salt, prefix_id, i) for i in range(start, num_shared)]
     return named + [(request, i) for i in range(max(start, num_shared), stop)]
