@@ -34,6 +34,7 @@ class EngineCore:
         self.runner, self.clock = runner, clock
         self.report_every, self.check_every_step = report_every, check_every_step
         self.metrics = Metrics(self.manager.num_blocks)
+        self.manager.reset_prefix_cache()  # this runner's pool holds nothing yet
         self._num_refused = 0
 
     def step(self):
@@ -74,6 +75,11 @@ class EngineCore:
     def recover(self):
         """After a step that was cut short: see Scheduler.recover. What ran is computed again."""
         self.scheduler.recover()
+
+    @whole
+    def reset_prefix_cache(self) -> bool:
+        """See KVCacheManager. Cut short, all is forgotten, and what ran is computed again."""
+        return self.manager.reset_prefix_cache()
 
     def submit(self, request):
         """Queues a request; one that can never fit ends at once, with finish_reason "error"."""

@@ -158,10 +158,12 @@ class Request:
     cache_salt: prompts share blocks only with those of the same salt.
     block_hashes: a trace's own keys of the prompt's blocks, each of which names all before it, too.
     prefix_id, prefix_len: the first prefix_len tokens are those of all prompts with this prefix_id.
-    block_keys: a prefix cache's memo of the keys of its full blocks.
+    block_keys: a prefix cache's memo of the keys of its full blocks, until the request has ended.
+    keys_made_with: that cache's block size and hash function; another cache makes its own.
 
-    Raises ValueError for an empty prompt, max_tokens below 1, a prefix_len beyond the prompt, or
-    tokens that come with block_hashes or a prefix_id.
+    Raises ValueError for an empty prompt, max_tokens below 1, a prefix_len beyond the prompt or
+    without a prefix_id, or tokens that come with block_hashes or a prefix_id; and TypeError for
+    names that cannot be looked up.
     """
 
     __slots__ = (
@@ -175,6 +177,7 @@ class Request:
         "finish_time",
         "first_scheduled_time",
         "first_token_time",
+        "keys_made_with",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -226,24 +229,43 @@ class Request:
         self.cache_salt = cache_salt
         self.block_hashes = [] if block_hashes is None else block_hashes
         self.prefix_id = prefix_id
+        self._require_names()
         self.prefix_len = require_int(
             f"prefix_len of request {request_id!r}",
             prefix_len,
             at_least=0,
             at_most=self.num_prompt_tokens,
         )
+        if prefix_len and prefix_id is None:
+            raise ValueError(
+                f"request {request_id!r} has prefix_len {prefix_len}, but no prefix_id"
+            )
         if self.token_ids is not None and (self.block_hashes or prefix_id is not None):
             raise ValueError(
                 f"request {request_id!r} has tokens: they say what it shares, not block_hashes or "
                 "prefix_id"
             )
-        self.block_keys = []
+        self.block_keys, self.keys_made_with = [], None
         self.children = []
         self.num_cached_tokens = -1
         self.num_preemptions = 0
         self.first_scheduled_time = self.first_token_time = self.finish_time = None
         self.finish_reason = self.error = None
         self.token_runs = []
+
+    def _require_names(self):
+        """In the middle of a step it would be too late: each step would fail at it."""
+        if not isinstance(self.block_hashes, list | tuple | range):
+            raise TypeError(
+                f"block_hashes of request {self.request_id!r} must be a list, not "
+                f"{type(self.block_hashes).__name__}"
+            )
+        for name in ("cache_salt", "prefix_id", "block_hashes"):
+            value = getattr(self, name)
+            try:
+                hash(tuple(value) if name == "block_hashes" else value)
+            except TypeError as error:
+                raise TypeError(f"{name} of request {self.request_id!r}: {error}") from error
 
     @property
     def num_output_tokens(self) -> int:

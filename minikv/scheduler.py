@@ -166,7 +166,9 @@ class Scheduler:
                 f"the manager serves another engine, which holds {len(m.tables)} tables in it: "
                 "give each engine a manager of its own"
             )
-        m.owner = self
+        if m.owner is not self:
+            m.reset_prefix_cache()  # what is cached lies in another's pool
+            m.owner = self
         if request.num_computed_tokens == 0 and request.request_id in m.tables:
             raise InvariantBroken(
                 f"request {request.request_id!r} has computed nothing, but the manager has a table "

@@ -1094,7 +1094,7 @@ class Forgetful(KVCacheManager):
 
 
 @pytest.mark.parametrize("options, error, message", [
-    ({"kv_cache_manager": "page"}, ValueError, "is 'page'; known: paged, contiguous"),
+    ({"kv_cache_manager": "page"}, ValueError, "known: prefix, radix, paged, contiguous"),
     ({"kv_cache_manager": 5}, TypeError, "kv_cache_manager is 5, which is no KVCacheManager"),
     ({"kv_cache_manager": dict}, TypeError, "is the class dict, which is no KVCacheManager"),
     ({"kv_cache_manager": Forgetful}, TypeError, r"must call super\(\).__init__"),

@@ -368,7 +368,7 @@ def test_each_order(kind, expected):
     names = {
         cached[key[0]].block_id: f"{request.request_id}{place}"
         for request in (old, young)
-        for place, key in enumerate(request.block_keys)
+        for place, key in enumerate(manager.block_keys(request, 2))
     }
     for i in range(3):
         assert serve(manager, new(f"again{i}", [*HEADER[:8], i])) == 8

@@ -223,6 +223,20 @@ def test_names_of_blocks_stand_for_tokens_that_are_not_known():
         end(manager, request)
 
 
+@pytest.mark.parametrize("make", [PrefixCachingKVCacheManager, RadixKVCacheManager])
+@pytest.mark.parametrize(
+    "named", [{"block_hashes": [7, 8]}, {"prefix_id": "header", "prefix_len": 8}], ids=str
+)
+def test_named_blocks_are_salted_too(make, named):
+    manager, hits = make(32, 4), []
+    for salt in (None, "a", None, "a", "b"):
+        request = Request("r", num_prompt_tokens=9, cache_salt=salt, **named)
+        hits.append(admit(manager, request))
+        compute(manager, request)
+        end(manager, request)
+    assert hits == [0, 0, 8, 8, 0]
+
+
 def test_a_fork_without_tokens_has_its_parents_names():
     manager = RadixKVCacheManager(16, 2)
     parent = Request("p", num_prompt_tokens=5)

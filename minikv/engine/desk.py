@@ -196,9 +196,9 @@ class Desk:
                     self.withdraw(job)
             raise
 
-    def stream(self, prompt, sampling_params):
+    def stream(self, prompt, sampling_params, cache_salt=None):
         """See LLM.stream."""
-        job = self.prepare(prompt, sampling_params)
+        job = self.prepare(prompt, sampling_params, cache_salt=cache_salt)
         if job.params.n != 1:
             raise ValueError(f"n is {job.params.n}, but a stream has one sample")
         if self.tokenizer is None:

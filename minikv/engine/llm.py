@@ -116,7 +116,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing changes, while requests hold blocks."""
-        return self.manager.reset_prefix_cache()
+        return self.core.reset_prefix_cache()
 
     def memory_report(self):
         """Where the pool's slots are now: a MemoryReport."""
@@ -192,8 +192,8 @@ class LLM:
         """The most likely answers: see `minikv.engine.beam_search.beam_search`."""
         return beam_search(self._desk, prompts, params, cache_salt)
 
-    def stream(self, prompt, sampling_params=None):
+    def stream(self, prompt, sampling_params=None, *, cache_salt=None):
         """Yields the answer's text as it comes, whole characters only. Leaving the loop early
         aborts the request. Raises as add_request does (at once, not at the first piece),
         ValueError for n above 1, and RuntimeError if the request ends with an error."""
-        return self._desk.stream(prompt, sampling_params)
+        return self._desk.stream(prompt, sampling_params, cache_salt)

@@ -7,6 +7,7 @@ from minikv.experiments.hits import MOONCAKE_PAPER, facts_of, hits_run, open_for
 from minikv.experiments.lab import LabSettings, lab_run
 from minikv.experiments.paper import NUM_SLOTS, paper_manager, paper_run, paper_step_time
 from minikv.experiments.paradox import paradox_run, paradox_step_time
+from minikv.experiments.prompts import prompts_run
 
 __all__ = [
     "FIG2_PAPER",
@@ -26,4 +27,5 @@ __all__ = [
     "paper_step_time",
     "paradox_run",
     "paradox_step_time",
+    "prompts_run",
 ]

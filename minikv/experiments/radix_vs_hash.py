@@ -11,7 +11,7 @@ import random
 import tracemalloc
 from dataclasses import asdict, dataclass
 from itertools import islice
-from time import perf_counter_ns
+from time import process_time_ns
 
 from minikv.experiments.hits import facts_of
 from minikv.kv_cache.base import cdiv
@@ -85,9 +85,9 @@ def traced(trace, num_requests=None) -> Traffic:
 
 @dataclass
 class Run:
-    """What was counted. us_per_request: asking, taking, publishing and giving back, without the
-    answer. us_per_output_token: a slot for one token more, and publishing. num_cached_tokens: kept
-    when all have ended. index_bytes: memory for that; pool_bytes: that of the manager as made.
+    """What was counted. us_per_request: CPU time to ask, take, publish and give back, without the
+    answer. us_per_output_token: the same for one token more. num_cached_tokens: kept when all have
+    ended. index_bytes: memory for that; pool_bytes: that of the manager as made.
     """
 
     traffic: str
@@ -120,12 +120,12 @@ def replay(turns, manager, run, on_request=None) -> None:
     ns_requests = ns_tokens = num_tokens = 0
     for i, turn in enumerate(turns):
         request = turn.request(f"r{i}")
-        start = perf_counter_ns()
+        start = process_time_ns()
         num_hit = manager.get_num_cached_tokens(request)
         extra = {"num_cached_tokens": num_hit} if num_hit else {}
         table = manager.allocate_slots(request, request.num_tokens - num_hit, **extra)
         copies = manager.copies()
-        ns_requests += perf_counter_ns() - start
+        ns_requests += process_time_ns() - start
         run.prompt_tokens += request.num_prompt_tokens
         if on_request is not None:
             on_request()
@@ -134,9 +134,9 @@ def replay(turns, manager, run, on_request=None) -> None:
         run.hit_tokens += num_hit
         run.num_copied_blocks += len(copies)
         request.num_computed_tokens = request.num_tokens
-        start = perf_counter_ns()
+        start = process_time_ns()
         manager.cache_blocks(request)
-        middle = perf_counter_ns()
+        middle = process_time_ns()
         for token in turn.answer:
             request.append(token)
             if manager.allocate_slots(request, 1) is None:
@@ -144,10 +144,10 @@ def replay(turns, manager, run, on_request=None) -> None:
             request.num_computed_tokens += 1
             manager.cache_blocks(request)
             num_tokens += 1
-        end = perf_counter_ns()
+        end = process_time_ns()
         request.finish_reason = "length"
         manager.free(request)
-        ns_requests += perf_counter_ns() - end + middle - start
+        ns_requests += process_time_ns() - end + middle - start
         ns_tokens += end - middle
     run.num_evictions = manager.num_evictions
     run.num_cached_tokens = manager.num_cached_free_blocks * manager.block_size
@@ -155,46 +155,47 @@ def replay(turns, manager, run, on_request=None) -> None:
     run.us_per_output_token = ns_tokens / num_tokens / 1000 if num_tokens else 0.0
 
 
-def measure(traffic, index, block_size, num_slots, *, rounds=3, on_request=None) -> Run:
-    """One index on the traffic. Times are those of the fastest of some rounds; memory is taken in
-    one more, as keeping account of it takes time."""
+def served(traffic, index, block_size, num_slots, on_request=None) -> Run:
+    """The traffic, once, through a new manager with this index and about num_slots slots."""
     num_blocks = cdiv(num_slots, block_size)
-    make = INDEXES[index]
-    runs = []
-    for _ in range(rounds):
-        runs.append(Run(traffic.name, index, block_size, num_blocks * block_size))
-        replay(traffic.turns, make(num_blocks, block_size), runs[-1], on_request)
-    best = min(runs, key=lambda run: run.us_per_request)
-    best.us_per_output_token = min(run.us_per_output_token for run in runs)
+    run = Run(traffic.name, index, block_size, num_blocks * block_size)
+    replay(traffic.turns, INDEXES[index](num_blocks, block_size), run, on_request)
+    return run
+
+
+def bytes_of(traffic, index, block_size, num_slots, on_request=None) -> tuple[int, int]:
+    """(pool_bytes, index_bytes) of the same: in a replay of its own, since it takes time to keep
+    account of memory."""
     tracemalloc.start()
     try:
-        manager = make(num_blocks, block_size)
+        manager = INDEXES[index](cdiv(num_slots, block_size), block_size)
         gc.collect()
-        best.pool_bytes, _ = tracemalloc.get_traced_memory()
+        before, _ = tracemalloc.get_traced_memory()
         replay(traffic.turns, manager, Run(traffic.name, index, block_size, 0), on_request)
         gc.collect()
-        now, _ = tracemalloc.get_traced_memory()
+        after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    best.index_bytes = now - best.pool_bytes
-    return best
+    return before, after - before
 
 
 def compare(traffic, block_sizes=BLOCK_SIZES, *, rounds=3, on_request=None) -> list[Run]:
-    """Both indexes, for every block size, in pools of these shares of one that forgets nothing."""
-    return [
-        measure(
-            traffic,
-            index,
-            block_size,
-            int(share * traffic.num_slots),
-            rounds=rounds,
-            on_request=on_request,
-        )
+    """Both indexes, for every block size, in pools of SHARES of one that forgets nothing. Times are
+    CPU time, the least of some rounds, which take turns."""
+    cases = [
+        (index, block_size, int(share * traffic.num_slots))
         for share in SHARES
         for block_size in block_sizes
         for index in INDEXES
     ]
+    tried = [[served(traffic, *case, on_request) for case in cases] for _ in range(rounds)]
+    found = []
+    for case, runs in zip(cases, zip(*tried, strict=True), strict=True):
+        best = min(runs, key=lambda run: run.us_per_request)
+        best.us_per_output_token = min(run.us_per_output_token for run in runs)
+        best.pool_bytes, best.index_bytes = bytes_of(traffic, *case, on_request)
+        found.append(best)
+    return found
 
 
 def num_runs(block_sizes=BLOCK_SIZES, *, rounds=3) -> int:
@@ -217,7 +218,7 @@ def print_result(runs) -> None:
             f"{run.index:8} {run.block_size:>5} {run.num_slots:>13,} {run.hit_tokens:>11,} "
             f"{run.hit_rate:>6.1f} {run.num_copied_blocks:>7,} {run.num_evictions:>8,} "
             f"{run.us_per_request:>10.1f} {run.us_per_output_token:>9.2f} "
-            f"{run.index_bytes / 1e6:>9.2f} {run.bytes_per_token:>11.1f} "
+            f"{run.index_bytes / 1e6:>9.2f} {run.bytes_per_token:>11.2f} "
             f"{run.pool_bytes / 1e6:>9.2f}"
         )
 

@@ -19,6 +19,8 @@ from minikv.kv_cache.eviction import EVICTION, Pinned
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.request import require_int
 
+ORDER_METHODS = ("append_n", "get_all_free_blocks", "num_free_blocks", "popleft_n", "remove")
+
 
 def contents(token_ids, block_size) -> tuple[bytes, ...]:
     """The tokens of each full block as bytes, four for a token."""
@@ -26,8 +28,12 @@ def contents(token_ids, block_size) -> tuple[bytes, ...]:
     try:
         data = array("I", token_ids)
     except OverflowError:  # below 0, or beyond 32 bits: no vocabulary, but a test may
-        starts = range(0, num_blocks * block_size, block_size)
-        return tuple(repr(token_ids[at : at + block_size]).encode() for at in starts)
+        if len(token_ids) > block_size:
+            starts = range(0, num_blocks * block_size, block_size)
+            blocks = (token_ids[at : at + block_size] for at in starts)
+            return sum((contents(block, block_size) for block in blocks), ())
+        text = " ".join(str(int(token)) for token in token_ids).encode()
+        return (text.ljust(4 * block_size + 1),) * num_blocks  # longer than any of the others
     return struct.unpack_from(f"{block_size * data.itemsize}s" * num_blocks, data)
 
 
@@ -45,8 +51,11 @@ def digest(data: bytes) -> bytes:
 def block_names(request, block_size, start, stop) -> list:
     """Names for blocks start to stop of a request without tokens. It names its beginning, by the
     keys of a trace or by prefix_id; what comes after that is like nobody else's."""
+    salt, prefix_id = request.cache_salt, request.prefix_id
     named = [*request.block_hashes[start : min(stop, request.num_prompt_tokens // block_size)]]
-    salt, prefix_id, start = request.cache_salt, request.prefix_id, start + len(named)
+    if salt is not None:
+        named = [(salt, name) for name in named]
+    start += len(named)
     num_shared = min(stop, request.prefix_len // block_size)
     named += [(salt, prefix_id, i) for i in range(start, num_shared)]
     return named + [(request, i) for i in range(max(start, num_shared), stop)]
@@ -81,17 +90,23 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
         if isinstance(eviction, str) and eviction not in EVICTION:
             raise ValueError(f"eviction is {eviction!r}; known: {', '.join(EVICTION)}")
         self._order = EVICTION[eviction] if isinstance(eviction, str) else eviction
+        if not callable(self._order):
+            raise TypeError(f"eviction must be a name or a class, not {eviction!r}")
         self._pins = getattr(self, "_pins", set())  # they outlive a reset()
         super().__init__(num_blocks, block_size, max_model_len=max_model_len)
         if max_pinned_blocks is None:
             max_pinned_blocks = self.num_blocks // 4
         self.max_pinned_blocks = require_int("max_pinned_blocks", max_pinned_blocks, at_least=0)
-        self.hash_fn = hash_fn
+        self.hash_fn, self._keys_made_with = hash_fn, (self.block_size, hash_fn)
         self._published = {}  # request_id -> (full blocks looked at, the last of them in the map)
         self._last_found = None, 0, []  # the last question's request, num_unpublished, and answer
 
     def _new_pool(self):
         order = self._order()
+        if missing := [name for name in ORDER_METHODS if not hasattr(order, name)]:
+            raise TypeError(f"eviction made {order!r}, which lacks {', '.join(missing)}")
+        if order.num_free_blocks:
+            raise ValueError(f"eviction made {order!r}, which holds blocks already: make a new one")
         if isinstance(order, Pinned):
             order.pinned = self._pins
         return CachingBlockPool(self.num_blocks, order)
@@ -115,6 +130,8 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
         """The keys of the request's first num_blocks full blocks, or of more; they are remembered
         on it, so that each is computed once, however often it is asked for. Tokens counted: known
         ones."""
+        if request.keys_made_with != self._keys_made_with:
+            request.block_keys, request.keys_made_with = [], self._keys_made_with
         keys = request.block_keys
         num_blocks = min(num_blocks, request.num_tokens // self.block_size)  # full ones only
         if len(keys) < num_blocks:
@@ -211,11 +228,15 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
     def free(self, request):
         self._published.pop(request.request_id, None)
         super().free(request)
+        if request.finish_reason is not None:  # else the keys would live as long as whoever keeps
+            request.block_keys = []  # ended requests, and those of a trace keep the request alive
 
     def fork(self, parent, child):
         shared = super().fork(parent, child)
         if shared and child.token_ids is None and not child.block_keys:
-            child.block_keys = parent.block_keys[: child.num_computed_tokens // self.block_size]
+            num_blocks = child.num_computed_tokens // self.block_size
+            child.block_keys = self.block_keys(parent, num_blocks)[:num_blocks]
+            child.keys_made_with = self._keys_made_with
         return shared
 
     def _make_own(self, request, table, tail, new_blocks):

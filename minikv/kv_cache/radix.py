@@ -63,6 +63,9 @@ class RadixKVCacheManager(PagedKVCacheManager):
         """The tokens in its blocks start to stop; the blocks' names if it has no tokens."""
         if request.token_ids is not None:
             return array("q", request.token_ids[start * self.block_size : stop * self.block_size])
+        made_with = self.block_size, type(self)
+        if request.keys_made_with != made_with:
+            request.block_keys, request.keys_made_with = [], made_with
         names = request.block_keys
         names += block_names(request, self.block_size, len(names), stop)
         return names[start:stop]
@@ -160,6 +163,8 @@ class RadixKVCacheManager(PagedKVCacheManager):
     def free(self, request):
         self._hold(request, 0)
         super().free(request)
+        if request.finish_reason is not None:  # names of its own would keep the request alive
+            request.block_keys = []
 
     def fork(self, parent, child):
         if parent.request_id in self.tables:
@@ -168,6 +173,7 @@ class RadixKVCacheManager(PagedKVCacheManager):
             return False
         if child.token_ids is None and not child.block_keys:
             child.block_keys = parent.block_keys[: child.num_computed_tokens // self.block_size]
+            child.keys_made_with = parent.keys_made_with
         _, num_held = self._held.get(parent.request_id, (None, 0))
         self._hold(child, min(num_held, len(self.tables[child.request_id])))
         return True

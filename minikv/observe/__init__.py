@@ -3,6 +3,7 @@
 Recorders watch a running engine and decide nothing. Nothing here draws, or needs torch.
 """
 
+from minikv.observe.blocks import LifeRecorder
 from minikv.observe.house import lines_of_minikv
 from minikv.observe.memory import MemoryRecorder, enough_in_sum, moment, moment_of
 from minikv.observe.pool import PoolSnapshot, Slots, slots_of, snapshot
@@ -11,6 +12,7 @@ from minikv.observe.steps import record
 from minikv.observe.tokens import labels_of, rows_of, translate
 
 __all__ = [
+    "LifeRecorder",
     "MemoryRecorder",
     "PoolSnapshot",
     "Refusal",

@@ -7,6 +7,7 @@ with alt text.
 """
 
 from minikv.observe import (
+    LifeRecorder,
     MemoryRecorder,
     PoolSnapshot,
     Slots,
@@ -25,19 +26,25 @@ from minikv.viz.lab import fragmentation_lab, lab_figure
 from minikv.viz.maps import memory_map, memory_maps
 from minikv.viz.players import memory_player, pool_player
 from minikv.viz.pool import pool_at_steps, pool_map, pool_over_steps, token_map
+from minikv.viz.prompts import prompt_hits, prompts_lab
+from minikv.viz.sharing import fork_tree, prompt_tree
 from minikv.viz.softmax import online_softmax, softmax_at, softmax_player, softmax_states
 from minikv.viz.strips import memory_strip, memory_strips
 from minikv.viz.style import Card, figure
+from minikv.viz.swimlane import block_lives, lives_player
 from minikv.viz.tables import block_table_map
 
 __all__ = [
     "Card",
+    "LifeRecorder",
     "MemoryRecorder",
     "PoolSnapshot",
     "Slots",
+    "block_lives",
     "block_table_map",
     "enough_in_sum",
     "figure",
+    "fork_tree",
     "fragmentation_lab",
     "free_extent_histogram",
     "free_vs_largest",
@@ -46,6 +53,7 @@ __all__ = [
     "lab_figure",
     "labels_of",
     "lines_of_minikv",
+    "lives_player",
     "memory_map",
     "memory_maps",
     "memory_player",
@@ -58,6 +66,9 @@ __all__ = [
     "pool_map",
     "pool_over_steps",
     "pool_player",
+    "prompt_hits",
+    "prompt_tree",
+    "prompts_lab",
     "snapshot",
     "softmax_at",
     "softmax_player",

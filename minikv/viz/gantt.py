@@ -136,9 +136,12 @@ def pool_over_time(times, reports, *, title="The pool over time"):
     return card, shares
 
 
-def curves(series, *, title, xlabel, ylabel, log=False, mark=None, powers_of_two=False):
+def curves(
+    series, *, title, xlabel, ylabel, log=False, mark=None, powers_of_two=False, legend="upper left"
+):
     """Lines with marks, each named at its legend. series: {name: [(x, y)]}. mark: (x, text), a
-    vertical line. powers_of_two: x is spaced, and labelled, in these. Returns (figure, series)."""
+    vertical line. powers_of_two: x is spaced, and labelled, in these. legend: its place; "below",
+    where it would hide a line. Returns (figure, series)."""
     listed = "; ".join(f"{name}: {len(points)} points" for name, points in series.items())
     alt = f"{title}: {ylabel} over {xlabel}. {listed}."
     card, ax = figure(7.2, 3.2, alt=alt)
@@ -158,5 +161,8 @@ def curves(series, *, title, xlabel, ylabel, log=False, mark=None, powers_of_two
             ax.set_yscale("log")
         else:
             ax.set_ylim(bottom=0)
-        ax.legend(loc="upper left")
+        if legend == "below":
+            card.legend(loc="outside lower center", ncols=4)
+        else:
+            ax.legend(loc=legend)
     return card, series

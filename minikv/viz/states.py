@@ -5,6 +5,7 @@ from typing import NamedTuple
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
+from minikv.observe.blocks import CACHED
 from minikv.observe.memory import ROUNDING
 from minikv.observe.pool import FREE, INTERNAL, LIVE, RESERVED
 from minikv.observe.tokens import PAD
@@ -29,6 +30,7 @@ LOOKS = {  # in the order of a legend
     RESERVED: Look("reserved: for tokens that may still come", 0.15, 0.7, "/////"),
     INTERNAL: Look("internal: held, but never to be used", 0.0, 0.8, "...."),
     ROUNDING: Look("rounding: added by the allocator", 0.0, 0.8, "-----"),
+    CACHED: Look("cached: free, and found again by its key", 0.12, 0.75, "|||||"),
     OTHER: Look("held by another request", 0.7),
     FREE: Look("free", 0.0),
 }

@@ -296,7 +296,7 @@ print(f"slots live: {num_live}, free: {num_free}, held but empty: {num_empty}")
 # | 04 | [paged blocks](04_paged_blocks.ipynb) | a block pool, block tables, slot mapping | chapter 03's trace again, the paradox gone | 120 | 02; 03 for the reason |
 # | 05 | [paged attention](05_paged_attention.ipynb) | attention through block tables | the same logits, and what indirection costs | 120 | 01, 04 |
 # | 06 | scheduling under pressure *(coming)* | admission, preemption, chunked prefill | which requests wait, and how long | 90 | 04 |
-# | 07 | prefix sharing *(coming)* | reference counts, copy-on-write, hashes, eviction | time and memory saved, and isolation | 90 | 04 |
+# | 07 | [prefix sharing](07_prefix_sharing.ipynb) | reference counts, copy-on-write, hashes, eviction | time and memory saved, and isolation | 90 | 04 |
 # | 08 | the whole engine *(coming)* | nothing new: measurements | minikv beside other engines and the hardware's limit | 60 | 05–07 |
 # | 09 | on call *(coming)* | diagnoses of six incidents | symptoms, and what each remedy does alone | 75 | 06, 07 |
 # | 10 | the papers, and beyond one machine *(coming)* | predictions | published figures, reproduced | 60 | 06, 07 |
