@@ -177,12 +177,9 @@ test_relocation.test_what_must_fit_must_fit_in_one_piece
     ContiguousKVCacheManager._place: without if must_fit_blocks > allocator.larges...
     ContiguousKVCacheManager._place: without return None #2
 test_scheduler.test_a_hit_is_passed_on_and_only_the_rest_is_computed
-    Scheduler._admit: without request.num_computed_tokens = num_known
     Scheduler._admit: without if request.num_cached_tokens < 0:
-    Scheduler._admit: without if num_cached_tokens:
     Scheduler._admit: without request.num_cached_tokens = num_cache...
     Scheduler._admit: request.num_computed_tokens == 0: == => !=
-    Scheduler._admit: without extra['num_cached_tokens'] = num_cach...
     Scheduler._admit: request.num_computed_tokens == 0: 0 => 1
     Scheduler._admit: request.num_computed_tokens == 0: 0 => -1
     Scheduler._admit: request.num_cached_tokens < 0: 0 => -1
