@@ -81,7 +81,7 @@ test_prefix.test_tails_go_before_heads
 test_prefix.test_who_lost_its_published_beginning_publishes_its_own
     planted: a publication's number is used again
     planted: a stale parent is believed
-test_prefix.test_with_a_constant_hash_a_block_is_known_by_its_parent_too
+test_prefix.test_of_two_that_collide_the_newest_is_found
     planted: another's tokens under the same key stay
 test_contiguous.test_more_tokens_than_a_slab_is_an_error_and_changes_nothing
     ContiguousKVCacheManager.allocate_slots: without if num_tokens > self._most_slots or m...

@@ -158,6 +158,14 @@ def test_a_collision_costs_a_miss_and_never_a_wrong_block():
     assert len(manager.block_pool.cached_blocks) == 1
 
 
+def test_of_two_that_collide_the_newest_is_found():
+    """Else one dead entry would keep its key from everybody for ever."""
+    manager = manager_of(hash_fn=lambda data: b"same")
+    serve(manager, new("a", [1, 2, 3, 4, 0]))
+    assert serve(manager, new("b", [7] * 5)) == 0
+    assert serve(manager, new("c", [7] * 5)) == 4
+
+
 def test_with_a_constant_hash_a_block_is_known_by_its_parent_too():
     """Equal tokens in every block: only the parent tells the second from the first."""
     manager = manager_of(hash_fn=lambda data: b"same")

@@ -590,6 +590,9 @@ def test_the_kernel_is_compiled_by_the_module_that_is_run(tmp_path):
 
 def test_what_the_package_imports_is_pinned():
     optional = {"triton", "vllm"}  # used where they are installed
+    workers = {
+        file.stem for file in PACKAGE.glob("bench/vllm_*.py")
+    }  # programs, each beside others
     owners = importlib.metadata.packages_distributions()
     pins = {name.lower() for name in machine.pins()}
     for file in PACKAGE.rglob("*.py"):
@@ -598,7 +601,7 @@ def test_what_the_package_imports_is_pinned():
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names.append(node.module)
             for top in {name.split(".")[0] for name in names}:
-                if top in sys.stdlib_module_names or top in {"minikv", *optional}:
+                if top in sys.stdlib_module_names or top in {"minikv", *optional, *workers}:
                     continue
                 distributions = {name.lower() for name in owners.get(top, [top])}
                 assert distributions & pins, f"{file} imports {top}: pin it in requirements.txt"

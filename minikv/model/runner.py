@@ -45,8 +45,9 @@ class ModelRunner:
         self.last_step = None  # its StepContext, for the probe and for figures
 
     @torch.inference_mode()
-    def run(self, scheduled, copies, sample=sample) -> list[int | None]:
-        """sample(logits, requests): a token for each row, None where it is not finite."""
+    def run(self, scheduled, copies, choose=None) -> list[int | None]:
+        """choose(logits, requests): a token for each row, None where it is not finite; `sample`
+        unless given."""
         if self._unclean:  # the last step was cut short
             self._clean(self._unclean)
         self._unclean = []
@@ -59,7 +60,7 @@ class ModelRunner:
         packed = [scheduled[i] for i in order]
         num_tokens = sum(entry.num_new_tokens for entry in packed)
         with self.threads.step(num_tokens):
-            sampled = sample(self.forward(packed), [entry.request for entry in packed])
+            sampled = (choose or sample)(self.forward(packed), [e.request for e in packed])
         tokens = [None] * len(scheduled)
         for i, entry, token in zip(order, packed, sampled, strict=True):
             tokens[i] = token
