@@ -87,6 +87,7 @@ def test_all_that_a_check_runs_is_kept_from_the_learners_names(path):
             assert not list(_run_by_checks(cell)), cell.id
 
 
+@pytest.mark.long  # .ci/run runs it all the same
 @pytest.mark.parametrize("name", chapter_names(ROOT))
 def test_checks_catch_wrong_answers_and_pass_right_ones(name):
     assert "\n".join(audit.audit_chapter(ROOT, name)[1]) == ""

@@ -64,7 +64,10 @@ BUDGETS, BATCHES = (5, 16, 17, 64, 512), (1, 2, 5, 16)
 CASES = list(zip(BLOCK_SIZES * 3, BUDGETS * 6, BATCHES * 7, strict=False))
 
 
-@pytest.mark.parametrize("block_size, budget, batch", CASES)
+@pytest.mark.parametrize(
+    "block_size, budget, batch",
+    [pytest.param(*case, marks=[pytest.mark.long] * (i % 3 > 0)) for i, case in enumerate(CASES)],
+)
 @pytest.mark.parametrize("make_manager", [contiguous, minimal])
 def test_output_equals_the_dense_cache(
     tiny, answers, comparison, make_manager, block_size, budget, batch

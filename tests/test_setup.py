@@ -464,9 +464,19 @@ def test_fresh_runs_both_commands_in_a_copy_and_stops_at_the_first_that_fails(
     assert fresh.main(["--long"]) == 3
     assert ran == [(["lab", "--check"], ["README.md"], []), (["minikv", "test"], ["README.md"], [])]
     statuses[:] = [0, 0, 0]
-    for argv, last in (([], ["minikv", "test"]), (["--long"], ["test", "--long"])):
+    for argv, last in (
+        ([], ["minikv", "test"]),
+        (["--long"], ["test", "--long"]),
+        (["--long", "a or b"], ["-k", "a or b"]),
+    ):
         ran.clear()
         assert fresh.main(argv) == 0 and ran[-1][0] == last
+
+
+def test_make_is_given_the_expression_in_quotes(monkeypatch):
+    monkeypatch.setattr(fresh.shutil, "which", lambda name: "/usr/bin/make")
+    *_, last = fresh.commands("python3", "a or b")
+    assert last == ["make", "PYTHON=python3", "test-long", "ARGS=-k 'a or b'"]
 
 
 # --- the doctor --------------------------------------------------------------------------------

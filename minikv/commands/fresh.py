@@ -64,13 +64,19 @@ def pip_cache(environ, user_home):
     return str(found[0]) if found else None
 
 
-def commands(python, long=False):
-    """The README's two, without a browser; and the long tests if asked for."""
+def commands(python, long=None):
+    """The README's two, without a browser; and the long tests if asked for: "" for all of them, or
+    an expression, as pytest's -k takes it."""
+    chosen = ["-k", long] if long else []
     if shutil.which("make"):
         make = ["make", f"PYTHON={python}"]
-        return [[*make, "lab", "ARGS=--check"], [*make, "test"], [*make, "test-long"]][: 2 + long]
-    minikv = [python, "-m", "minikv"]
-    return [[*minikv, "lab", "--check"], [*minikv, "test"], [*minikv, "test", "--long"]][: 2 + long]
+        run_long = [*make, "test-long", *([f"ARGS=-k '{long}'"] if long else [])]
+        found = [[*make, "lab", "ARGS=--check"], [*make, "test"], run_long]
+    else:
+        minikv = [python, "-m", "minikv"]
+        run_long = [*minikv, "test", "--long", *chosen]
+        found = [[*minikv, "lab", "--check"], [*minikv, "test"], run_long]
+    return found[: 2 if long is None else 3]
 
 
 def main(argv):
@@ -84,7 +90,13 @@ def main(argv):
         action="store_true",
         help="download everything (default: what pip has cached is used)",
     )
-    parser.add_argument("--long", action="store_true", help="run the long tests, too")
+    parser.add_argument(
+        "--long",
+        nargs="?",
+        const="",
+        metavar="EXPRESSION",
+        help="run the long tests, too; with an EXPRESSION those that pytest -k finds by it",
+    )
     options = parser.parse_args(argv)
 
     def steps():
