@@ -26,6 +26,7 @@ _HOMES = {
     "KVCacheManager": "minikv.kv_cache.base",
     "ContiguousKVCacheManager": "minikv.kv_cache.contiguous",
     "PagedKVCacheManager": "minikv.kv_cache.paged",
+    "PrefixCachingKVCacheManager": "minikv.kv_cache.prefix",
     "RadixKVCacheManager": "minikv.kv_cache.radix",
     "Scheduler": "minikv.scheduler",
 }
