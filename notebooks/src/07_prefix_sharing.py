@@ -399,10 +399,10 @@ show(PrefixCachingKVCacheManager._extend)
 show(PrefixCachingKVCacheManager.find_longest_cache_hit)
 
 # %% [markdown]
-# The search stops at the first block that is missing. It also *compares* the tokens of the
-# block, and the publication of the block before it (`parent`). Equal digests are not
-# taken as a proof of equal content. So a bad digest cannot make an answer wrong. We give
-# the package the careless digest from above, which does not see the parent.
+# The search stops at the first block that is missing. It also *compares* the tokens of
+# the block, and the publication of the block before it (`parent`). Equal digests are
+# not taken as a proof of equal content. So a bad digest cannot make an answer wrong. We
+# give the package the careless digest from above, which does not see the parent.
 #
 # > **Predict.** Five prompts alternate between two beginnings. Each beginning fills one
 # > block, and the same tokens follow both. With which digest do the prompts find more?
@@ -756,8 +756,9 @@ card
 # %% [markdown]
 # The estimate is close. So LRU keeps the instructions while fewer new tokens pass in a
 # rest than the pool has slots. It loses them when a pool full of strangers passes in
-# between. Nothing is wrong with the cache then. LRU simply cannot know that a document never comes back. (The prediction
-# leaves out that running requests hold a part of the pool.)
+# between. Nothing is wrong with the cache then. LRU simply cannot know that a document
+# never comes back. (The prediction leaves out that running requests hold a part of the
+# pool.)
 #
 # Do other orders know better? `fifo` gives up what was computed first. `lfu` gives up
 # what was found least often. `pinned` is told: `manager.pin(request)` names the blocks
@@ -923,9 +924,9 @@ assert all({g: f for g, (f, _) in seen.items()} ==
            {g: f for g, (f, _) in spied[0].items()} for seen in spied)
 
 # %% [markdown]
-# The right guess, `migraine`, stands out in every round. The chain makes it easy: a wrong word in the
-# *first* block misses everything behind it, too. (Each guess can be asked only once,
-# since it is cached afterwards.)
+# The right guess, `migraine`, stands out in every round. The chain makes it easy: a
+# wrong word in the *first* block misses everything behind it, too. (Each guess can be
+# asked only once, since it is cached afterwards.)
 #
 # The cure is a **salt**. It goes into the key of the first block, and through the chain
 # into all that follow. Users with different salts never share.
