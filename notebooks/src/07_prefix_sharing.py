@@ -94,7 +94,8 @@ print(f"the instructions are {header_bytes / 1e6:.0f} MB,",
 
 # %% [markdown]
 # That is the work. There is a bill for the memory, too: the instructions lie in the pool
-# as often as questions are being answered. The simulator counts these.
+# as often as questions are being answered. The simulator counts how many are answered at
+# the same time.
 
 # %% bill-memory
 from minikv import workloads as w
@@ -143,10 +144,10 @@ print("one reads", read("one"), "and two reads", read("two"))
 # %% [markdown]
 # Both read `2`. The first answer has lost its token, and nothing has crashed.
 #
-# The full block did no harm: nobody writes to a full block. Only the last block, the
-# tail, is written to again. So the rule is **copy-on-write**: whoever wants to write into
-# a block that others hold copies it first. `ref_cnt` of chapter 04 says whether others
-# hold it.
+# The full block did no harm: nobody writes to a full block. Only the last block is
+# written to again, since it is not full. So the rule is **copy-on-write**: whoever wants
+# to write into a block that others hold copies it first. A request *holds* the blocks
+# that its table names. `ref_cnt` of chapter 04 says how many requests hold a block.
 
 # %% copy-on-write
 slots[7] = "."
@@ -177,13 +178,13 @@ print(tables, "ref_cnt:", [block.ref_cnt for block in pool.blocks])
 print("one reads", read("one"), "and two reads", read("two"))
 
 # %% [markdown]
-# One block is copied, by the first to write. The second is then alone with the old tail,
-# so it writes in place. With *n* answers there are *n* − 1 copies of one block, however
-# long the prompt is.
+# One block is copied, by the first to write. The second is then alone with the old block,
+# so it writes in place.
 #
-# The package does the same. `fork` gives the child its parent's blocks. (The child counts
-# one token less than the parent. It runs the last token of the prompt itself, since it
-# needs the logits there to sample its own first token.)
+# The package does the same. `fork` gives a second request, the child, the blocks of the
+# first, the parent. (The child counts one token less than the parent. It runs the last
+# token of the prompt itself, since it needs the logits there to sample its own first
+# token.)
 
 # %% fork
 manager = PagedKVCacheManager(8, SIZE)
@@ -208,8 +209,9 @@ assert [box.num_holders for box in boxes] == [3, 3]
 card
 
 # %% [markdown]
-# What several requests hold is drawn once, as high as they are many. A fork has copied
-# nothing. (It is a common belief that it copies the prompt.)
+# Each row is a request. A block that several requests hold is one box, which spans their
+# rows. The forks have copied nothing. (It is a common belief that a fork copies the
+# prompt.)
 #
 # > **Predict.** Now each of the three computes one more token. The parent comes first.
 # > How many copies are there, and who writes in place?
@@ -228,7 +230,8 @@ card
 
 # %% [markdown]
 # `copies()` lists what the runner has to copy before the step writes anything. The last
-# of the three found `ref_cnt` 1 and kept block 1.
+# of the three found `ref_cnt` 1 and kept block 1. So *n* answers need *n* − 1 copies of
+# one block, however long the prompt is.
 #
 # The engine forks for `n` answers. We compare it with a manager that cannot fork, so that
 # each answer computes the prompt again.
@@ -258,7 +261,7 @@ print(f"with forks    {with_forks[1]} blocks at most, {with_forks[2]} tokens com
 print(f"without forks {without[1]} blocks at most, {without[2]} tokens computed")
 
 # %% [markdown]
-# The answers do not depend on it, and memory and work are saved. How much is saved
+# The answers do not depend on forks, and forks save memory and work. How much they save
 # depends on how long the prompt is beside the answers.
 #
 # ## 2. Why equal tokens are not enough
@@ -318,6 +321,9 @@ assert apart(base, others["other text behind"]).max() < 1e-5
 card
 
 # %% [markdown]
+# The figure shows the distance of two vectors over the length of one of them. 0 means
+# that they are equal.
+#
 # - What stands *behind* the five tokens changes nothing. Attention looks back only.
 # - In layer 0, V depends on the token alone, so V is always equal. K is turned by its
 #   position, so it is equal only at the same position.
@@ -325,8 +331,8 @@ card
 #   into the tokens. **K and V carry their position and their whole history.**
 #
 # What would a careless cache do? This one looks blocks up by their tokens alone. A first
-# visitor hated the film, and two others loved it. All tell how long it was. We ask for
-# the verdict of the last one.
+# visitor hated the film, and two others loved it. The first and the last also tell how
+# long it was, in the same words. We ask for the verdict of the last one.
 
 # %% careless
 from functools import partial
@@ -356,11 +362,13 @@ print("prefix  ", verdict(PrefixCachingKVCacheManager))
 print("careless", verdict(partial(Careless, hash_fn=of_tokens_only)))
 
 # %% [markdown]
-# The careless cache has found more, and the visitor who loved the film gets the verdict
-# of the one who hated it. The text is fluent, nothing crashes, and `check()` sees nothing.
+# The prefix cache has found one block, the beginning that the second visitor left. The
+# careless cache has found more, and the visitor who loved the film gets the verdict of
+# the one who hated it. The text is fluent, and nothing crashes.
 #
-# So the key of a block must stand for its tokens *and* for all that comes before it. We
-# chain: each key is a digest of the key before it and the block's own tokens.
+# What a block is looked up by is its **key**. The key must stand for the block's tokens
+# *and* for all that comes before them. We **chain**: each key is a digest (a short
+# fingerprint, here by SHA-256) of the key before it and the block's own tokens.
 
 # %% chain
 def keys(ids):
@@ -377,10 +385,12 @@ for ids in (numbers, numbers[:8], [0, *numbers[1:]]):
 # %% [markdown]
 # The first two prompts have the same keys. In the third prompt only the first token
 # differs, and *both* keys are others. Its second block has the same tokens
-# `5 6 7 8`, and it is not found. A block that is not full has no key, since it is still
-# being written.
+# `5 6 7 8`, and it would not be found. A block that is not full has no key, since it is
+# still being written.
 #
-# Here is the package's code, and the search that uses it:
+# A full block is **published**: the manager enters it in a map of keys, where others find
+# it. Each publication has a number. Tokens that are found and not computed are a **hit**.
+# Here is how the package makes the keys, and how it searches:
 
 # %% show-keys
 show(PrefixCachingKVCacheManager._extend)
@@ -389,13 +399,13 @@ show(PrefixCachingKVCacheManager._extend)
 show(PrefixCachingKVCacheManager.find_longest_cache_hit)
 
 # %% [markdown]
-# The search stops at the first block that is missing. It also *compares*: the tokens, and
-# the number of the parent's publication. Equal digests are not taken as a proof of equal
-# content. So a bad digest costs hits, and never a right answer. We give the package the
-# careless digest from above, which does not see the parent.
+# The search stops at the first block that is missing. It also *compares* the tokens of
+# the block, and the publication of the block before it (`parent`). Equal digests are
+# not taken as a proof of equal content. So a bad digest cannot make an answer wrong. We
+# give the package the careless digest from above, which does not see the parent.
 #
-# > **Predict.** Five prompts alternate between two beginnings. With which digest are more
-# > tokens found?
+# > **Predict.** Five prompts alternate between two beginnings. Each beginning fills one
+# > block, and the same tokens follow both. With which digest do the prompts find more?
 
 # %% starts
 def starts(manager, request):
@@ -419,15 +429,17 @@ print("chained:", five_prompts())
 print("blind:  ", five_prompts(hash_fn=of_tokens_only))
 
 # %% [markdown]
-# The blind digest finds less. The blocks of the two beginnings drive each other out of
-# the map, under one key. A test that looks at answers only would never notice.
+# The blind digest finds less. Behind both beginnings stand the same tokens, so these
+# blocks get one key, and the map has one place for it. The search finds a block there
+# whose parent is another, and stops. A bad digest costs hits. A test that looks at
+# answers only would never notice.
 #
 # ## 3. The life of a block
 #
 # When a request ends, its blocks are free. Chapter 04 said that freed is not erased. Now
 # a freed block with a key can also be *found*. So a block has three states: in use,
 # cached and free, and free without a key. We follow some requests through a pool of eight
-# blocks. `C` begins as A did, `D` and `E` are strangers.
+# blocks. `B` and `C` begin as `A` did. `D` and `E` are strangers.
 
 # %% story
 manager = PrefixCachingKVCacheManager(8, SIZE)
@@ -478,14 +490,19 @@ assert held == [("A",), ("A", "B"), ("B",), ("C",), ("C",)]
 card
 
 # %% [markdown]
-# Read a lane from left to right. Block 0 is written by A, shared with B, and then free,
-# but **`ref_cnt` 0 does not mean gone**: C finds it. Two rules say what is taken next.
+# Each lane is a block. Read it from left to right. (*Live* in the legend is what we call
+# in use. *of A* names who computed a cached block.) Block 0 is written by A, shared with
+# B, and then free, but **`ref_cnt` 0 does not mean gone**: C finds it. Three rules say
+# which block is taken next.
 #
 # - **Blocks without a key go first.** Nothing is lost with them. So E takes no cached
-#   block.
-# - **Then the least recently used, and of one request the tail first.** A block is of no
-#   use without those before it, so the head should stay longest. E's last block is block
-#   1, the second block of A. Block 0 is still there, and C finds it again.
+#   block when it comes.
+# - **Then the least recently used** (LRU). When E goes on, it takes block 1, which nobody
+#   has held since B ended. Block 0 was used later, by C. It is still there, and C finds
+#   it again.
+# - **Of one request, the last block first.** A block is of no use without those before
+#   it, so the first block should stay longest. At the end C takes blocks 7 and 6 of D,
+#   and D's first block stays.
 #
 # The player goes through the same story. The numbers at the right say in which order free
 # blocks will be taken.
@@ -496,8 +513,8 @@ viz.lives_player(look.looks)
 # %% [markdown]
 # ## 4. What a hit saves, and what it does not
 #
-# Now the real model. Each question comes behind the instructions, twice: first into an
-# empty cache, then with the instructions cached.
+# Now the real model. Two questions of the same form come behind the instructions, one
+# after the other. The first finds an empty cache. The second finds the instructions.
 #
 # > **Predict.** By which factor does the time to the first token change? And the time
 # > between two later tokens?
@@ -622,7 +639,8 @@ print("15 tokens, question:         ", hit_rate([HEADER[:15] + q for q in questi
 
 # %% [markdown]
 # One timestamp at the top ruins it all. The first block differs, and with the chain every
-# block after it. So put what changes at the end of the prompt.
+# block after it. So put what changes at the end of the prompt. In the last row the shared
+# beginning is shorter than a block, and nothing is found.
 #
 # One more surprise. The same prompt comes twice, and all its blocks are full.
 
@@ -700,11 +718,11 @@ def found_share(documents_per_minute, seed, manager):
 
 
 # %% [markdown]
-# The instructions are used at every question. In between they rest, and they move towards
-# the front of the queue. With LRU they are gone once as many new tokens have come as the
-# pool has slots.
+# The instructions are used at every question. The time between two questions is their
+# *rest*: nobody uses them, and they move towards the front of the queue. With LRU they
+# are gone once as many new tokens have come as the pool has slots, `NUM_SLOTS`.
 #
-# > **Predict.** How long do the instructions survive a rest, with 24 documents a minute?
+# > **Predict.** How long a rest do the instructions survive, with 24 documents a minute?
 # > And what share of the questions comes sooner than that? <!-- source: LOADS below -->
 
 # %% rest
@@ -736,10 +754,11 @@ assert all(abs(p - mean) < 0.1 for p, mean in zip(predicted, means, strict=True)
 card
 
 # %% [markdown]
-# The estimate is close. So LRU *holds* while the rest is short against the pool, and
-# it fails when a pool full of strangers passes in between. Nothing is wrong with the
-# cache then. LRU simply cannot know that a document never comes back. (The prediction
-# leaves out that running requests hold a part of the pool.)
+# The estimate is close. So LRU keeps the instructions while fewer new tokens pass in a
+# rest than the pool has slots. It loses them when a pool full of strangers passes in
+# between. Nothing is wrong with the cache then. LRU simply cannot know that a document
+# never comes back. (The prediction leaves out that running requests hold a part of the
+# pool.)
 #
 # Do other orders know better? `fifo` gives up what was computed first. `lfu` gives up
 # what was found least often. `pinned` is told: `manager.pin(request)` names the blocks
@@ -776,8 +795,7 @@ for n in (6, 24):
 # have not measured that.)
 #
 # Is pinning free, then? We pin the instructions of more and more customers. Each has 200
-# tokens, and none of these customers asks anything now. The documents have to live with
-# what is left.
+# tokens, and none of these customers asks anything now.
 #
 # > **Predict.** 40 customers pin 12 blocks each. The pool has 981 blocks. Who pays?
 
@@ -906,9 +924,9 @@ assert all({g: f for g, (f, _) in seen.items()} ==
            {g: f for g, (f, _) in spied[0].items()} for seen in spied)
 
 # %% [markdown]
-# The right guess stands out in every round. The chain makes it easy: a wrong word in the
-# *first* block misses everything behind it, too. (Each guess can be asked only once,
-# since it is cached afterwards.)
+# The right guess, `migraine`, stands out in every round. The chain makes it easy: a
+# wrong word in the *first* block misses everything behind it, too. (Each guess can be
+# asked only once, since it is cached afterwards.)
 #
 # The cure is a **salt**. It goes into the key of the first block, and through the chain
 # into all that follow. Users with different salts never share.
@@ -967,6 +985,10 @@ for num_blocks, rows in zip((100, 5), trace, strict=True):
           f"{c.token_rate:.0f}% of all tokens")
 
 # %% [markdown]
+# The last key of each row stands for a block that is not full, so it is left out. With
+# room for five blocks fewer are found: some were taken before anybody asked for them
+# again.
+#
 # The real files are too large for this course. We have run `python -m minikv simulate
 # hits --trace FILE` on two of them, and the next cell has copied its results. Beside them
 # stand the paper's rates.
@@ -988,7 +1010,8 @@ for name, rates in OURS.items():
         print(f"{name:13}{capacity:14,} tokens{rate:11.1f}{theirs:13.1f}")
 
 # %% [markdown]
-# The two columns grow alike. For the chats ours is two to three points lower. The paper
+# The two columns grow alike. For the chats (*Conversation*) ours is two to three points
+# lower. The paper
 # does not say whether its rates count blocks or tokens, nor of what block size. Smaller
 # blocks would find more (section 5), so this may be the cause. We cannot know it.
 #
@@ -1022,7 +1045,8 @@ for name, rates in OURS.items():
 #   run.
 # - A hit saves prefill and time to the first token. It never speeds up decoding.
 # - Free is not gone: a cached block is free, and it waits in an order of eviction.
-# - LRU holds as long as the rest of a prefix is short against the pool. Pins cost others.
+# - LRU keeps a prefix if less than a pool of new tokens passes before its next use. Pins
+#   cost others.
 # - A shared cache tells its users about each other. A salt draws the line.
 #
 # For the exercises, run `python -m minikv start 07`. These are the modules of `minikv` so

@@ -19,11 +19,13 @@
 # **Hints** come in three steps, each folded: a nudge, the rule that decides the matter, an
 # outline of the code. Open as few as you need.
 #
-# **Words.** A block is *held* by every request whose table names it; `ref_cnt` counts these
-# holders. A *full* block, whose slots all have keys and values, may be *published*: it gets
-# a *key* by which it is found again, and from then on its content does not change. Tokens
-# that are found instead of computed are a *hit*. A block that nobody holds is free; if it
-# has a key, it can still be found, until it is taken for something else.
+# **Words.** A block is *held* by every request whose table names it; `ref_cnt` counts
+# these holders. A *full* block, whose slots all have keys and values, may be *published*:
+# it gets a *key* by which it is found again, and from then on its content does not
+# change. Tokens that are found instead of computed are a *hit*. A block that nobody holds
+# is free; if it has a key, it can still be found, until it is taken for something else. A
+# last block that is not full is called a *tail* here. (Chapter 04 called only its empty
+# slots so.)
 #
 # ```text
 # tokens      7 3 9 9 | 1 4 2 8 | 5 5              blocks of 4
@@ -507,7 +509,8 @@ for keys in (right_keys, blind_keys):
 # With `n=4` the engine computes a prompt once and then forks it three times. All four go on
 # differently, from the middle of a block perhaps.
 #
-# What you inherit from `Counted`, below, and may use, beside what exercise 4.2 had:
+# What you inherit from `Counted`, below, and may use, beside what exercise 4.2 had (such
+# as `self.tables`, which you read, and `self.set_table(request, table)`, which you call):
 #
 # | | |
 # |---|---|
@@ -983,6 +986,9 @@ for answer in on_smollm2(MyForks(96, 16)):
 # | in use | 1 or more | perhaps | nowhere |
 # | free | 0 | no | `free` |
 # | cached and free | 0 | yes | `cached_free` |
+#
+# `key_of` maps a block's id to its key, and `cached` maps a key to the id of its block.
+# `publish` is given, and fills both.
 #
 # - `let_go(block_id)`: one holder less. A block that nobody holds now waits, at the end of
 #   the list where it belongs. Nobody may let go of a block that nobody holds: raise
@@ -1606,8 +1612,9 @@ def exercise_7_4(admit):
 #
 # `events` tells what happened, in order:
 #
-# - `("start", name, table)`: a request comes in with these blocks. Blocks that others hold
-#   are shared. Blocks that waited, free but with a key, were found again.
+# - `("start", name, table)`: a request comes in with these blocks. Blocks that others
+#   hold are shared. Blocks that waited, free but with a key, were found again. All others
+#   occur here for the first time.
 # - `("end", name, num_full_blocks)`: it ends. The first `num_full_blocks` of its table are
 #   full and have a key; the rest has none.
 #
@@ -1638,7 +1645,7 @@ def exercise_7_4(admit):
 #
 # ```text
 # without, with_key <- two empty lists;  tables, holders <- empty
-# start:  note the table;  for each block:  one holder more;  take it out of with_key
+# start:  note the table;  for each block:  one holder more;  out of with_key, if there
 # end:    for each block of the table, from the last to the first:
 #             one holder less;  none left?   add it to with_key if its place is < num_full_blocks
 #                                            else to without
