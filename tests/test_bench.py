@@ -93,7 +93,7 @@ def test_every_engine_makes_exactly_the_tokens_asked_for(name):
         for _ in range(2):  # a second round starts where the first one started
             run = engine.run(workload)
             assert run.num_tokens == [n for _, n in workload]
-            assert run.seconds > 0 and run.peak_kv_bytes > 0
+            assert run.peak_kv_bytes > 0
             if kind == "generate":
                 assert run.steps == 3 + 5 + 6  # the longest output of each batch of two
                 positions = len(workload[3].prompt_token_ids) + 5 - 1

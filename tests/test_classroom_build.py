@@ -67,7 +67,7 @@ def test_notebooks_are_executed_and_keep_no_trace_of_this_machine():
     assert [o.output_type for o in noisy.outputs] == ["execute_result"]  # stderr is not stored
     assert list(noisy.metadata) == ["slideshow"]  # no time stamps
     record = notebook.metadata.minikv
-    assert record.chapter == "01_slots" and record.seconds > 0
+    assert record.chapter == "01_slots" and isinstance(record.seconds, float)
     assert set(record.modules) == {"minikv.classroom", "minikv.classroom.arc"}
     assert "version" not in notebook.metadata.language_info
     hello = read(built_course() / "notebooks/00_hello.ipynb")
@@ -293,7 +293,7 @@ def test_edited_prose_keeps_outputs_and_edited_code_executes(tmp_path):
     assert read(path).metadata.minikv.seconds == seconds
     edit(root / "notebooks/src/00_hello.py", "2**10", "2**11")
     build_chapter(root, "00_hello")
-    assert read(path).metadata.minikv.seconds > 0
+    assert read(path).metadata.minikv.seconds != seconds
     assert cell(read(path), "print-numbers").outputs[0].text == "42 2048\n"
 
 
@@ -331,7 +331,7 @@ def test_an_edited_output_is_executed_away_and_force_executes_anew(tmp_path):
     notebook.metadata.minikv.seconds = -1.0
     path.write_bytes(course_files.to_bytes(notebook))
     build_chapter(root, "01_slots", force=True)
-    assert read(path).metadata.minikv.seconds > 0
+    assert read(path).metadata.minikv.seconds != -1.0
     assert json.loads(path.read_text())["cells"] == json.loads(good)["cells"]
 
 

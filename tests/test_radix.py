@@ -17,6 +17,7 @@ from test_fuzz import Trace
 
 from minikv.engine import LLM
 from minikv.kv_cache.base import BlockCopy, InvariantBroken
+from minikv.kv_cache.block_cache import CachingKVCacheManager
 from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.kv_cache.prefix import PrefixCachingKVCacheManager
 from minikv.kv_cache.radix import RadixKVCacheManager
@@ -868,7 +869,7 @@ PLANTED = [
      "(is_named, request.cache_salt)", "(is_named, None)"),
     ("names among tokens", RadixKVCacheManager, "_tree_of",
      "(is_named, request.cache_salt)", "(None, request.cache_salt)"),
-    ("reset while others run", RadixKVCacheManager, "reset_prefix_cache",
+    ("reset while others run", CachingKVCacheManager, "reset_prefix_cache",
      "if self.tables:", "if False:"),
     ("the locks of a split are lost", RadixNode, "split", ", self.lock_ref)", ")"),
     ("a split node keeps its name", RadixNode, "split",

@@ -5,7 +5,7 @@ until it is found again or taken for something else. vLLM's `block_pool.py`, wit
 """
 
 from minikv.kv_cache.base import InvariantBroken
-from minikv.kv_cache.paged import BlockPool, KVCacheBlock
+from minikv.kv_cache.paged import BlockPool, KVCacheBlock, PagedKVCacheManager
 
 
 class CachedBlock(KVCacheBlock):
@@ -119,3 +119,29 @@ class CachingBlockPool(BlockPool):
                 if self.cached_blocks.get(block.key and block.key[0]) is not block
             )
             raise InvariantBroken(f"the map of keys and the keys of blocks {wrong} differ")
+
+
+class CachingKVCacheManager(PagedKVCacheManager):
+    """What managers have in common whose block_pool is a CachingBlockPool, however they find a
+    block. num_evictions: cached blocks that were taken for something else."""
+
+    @property
+    def num_free_blocks(self):
+        pool = self.block_pool
+        return pool.free_block_queue.num_free_blocks + pool.cached_free.num_free_blocks
+
+    @property
+    def num_cached_free_blocks(self):
+        return self.block_pool.cached_free.num_free_blocks
+
+    @property
+    def num_evictions(self):
+        return self.block_pool.num_evictions
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all that is cached. False, and nothing changes, while a request holds blocks."""
+        if self.tables:
+            return False
+        for block in self.block_pool.cached_free.get_all_free_blocks():
+            self.block_pool.unpublish(block)
+        return True

@@ -14,9 +14,8 @@ from array import array
 from hashlib import blake2b
 
 from minikv.kv_cache.base import InvariantBroken, cdiv
-from minikv.kv_cache.block_cache import CachingBlockPool
+from minikv.kv_cache.block_cache import CachingBlockPool, CachingKVCacheManager
 from minikv.kv_cache.eviction import EVICTION, Pinned
-from minikv.kv_cache.paged import PagedKVCacheManager
 from minikv.request import require_int
 
 ORDER_METHODS = ("append_n", "get_all_free_blocks", "num_free_blocks", "popleft_n", "remove")
@@ -61,7 +60,7 @@ def block_names(request, block_size, start, stop) -> list:
     return named + [(request, i) for i in range(max(start, num_shared), stop)]
 
 
-class PrefixCachingKVCacheManager(PagedKVCacheManager):
+class PrefixCachingKVCacheManager(CachingKVCacheManager):
     """Paged blocks, of which the full ones are found again by whoever has the same beginning.
 
     A published block never changes: a forked tail that is written to is copied while others hold
@@ -110,19 +109,6 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
         if isinstance(order, Pinned):
             order.pinned = self._pins
         return CachingBlockPool(self.num_blocks, order)
-
-    @property
-    def num_free_blocks(self):
-        pool = self.block_pool
-        return pool.free_block_queue.num_free_blocks + pool.cached_free.num_free_blocks
-
-    @property
-    def num_cached_free_blocks(self):
-        return self.block_pool.cached_free.num_free_blocks
-
-    @property
-    def num_evictions(self):
-        return self.block_pool.num_evictions
 
     # -- keys --------------------------------------------------------------------------------
 
@@ -289,14 +275,6 @@ class PrefixCachingKVCacheManager(PagedKVCacheManager):
             return num_free
         num_hit = sum(block.ref_cnt == 0 and block.key[0] in order.pinned for block in hit)
         return num_free - (order.kept.num_free_blocks - num_hit)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all that is cached. False, and nothing changes, while a request holds blocks."""
-        if self.tables:
-            return False
-        for block in self.block_pool.cached_free.get_all_free_blocks():
-            self.block_pool.unpublish(block)
-        return True
 
     def check(self):
         """As above, and: a block is in the map of keys exactly if it has that key, and waits in

@@ -10,12 +10,12 @@ Blocks are given up in the order of prefix.py, the least recently used first.
 from array import array
 
 from minikv.kv_cache.base import InvariantBroken, cdiv
-from minikv.kv_cache.paged import PagedKVCacheManager
+from minikv.kv_cache.block_cache import CachingKVCacheManager
 from minikv.kv_cache.prefix import block_names
 from minikv.kv_cache.radix_tree import RadixBlockPool, RadixNode
 
 
-class RadixKVCacheManager(PagedKVCacheManager):
+class RadixKVCacheManager(CachingKVCacheManager):
     """Paged blocks, of which the full ones are found again by whoever has the same beginning.
 
     A request holds a path: from the root of its tree to the last of its blocks that lies there. The
@@ -38,18 +38,6 @@ class RadixKVCacheManager(PagedKVCacheManager):
 
     def _new_pool(self):
         return RadixBlockPool(self.num_blocks)
-
-    @property
-    def num_free_blocks(self):
-        return self.block_pool.num_free_blocks
-
-    @property
-    def num_cached_free_blocks(self):
-        return self.block_pool.cached_free.num_free_blocks
-
-    @property
-    def num_evictions(self):
-        return self.block_pool.num_evictions
 
     # -- looking up, and taking ----------------------------------------------------------------
 
@@ -184,14 +172,6 @@ class RadixKVCacheManager(PagedKVCacheManager):
             if tail.ref_cnt == 1:
                 self.block_pool.prune(tail.key)
         super()._make_own(request, table, tail, new_blocks)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all that is cached. False, and nothing changes, while a request holds blocks."""
-        if self.tables:
-            return False
-        for block in self.block_pool.cached_free.get_all_free_blocks():
-            self.block_pool.unpublish(block)
-        return True
 
     def check(self):
         """As above, and: the trees are whole (see RadixBlockPool.check_index); a request's table
